@@ -1,0 +1,5 @@
+"""The one error type for bad input: its message names the thing, what was found and what fits."""
+
+
+class LabError(ValueError):
+    """Bad input or a bad file; the command line prints the message and exits with code 2."""

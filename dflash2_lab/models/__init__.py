@@ -1,0 +1,1 @@
+"""Drafter models: published configs, modules, loading and saving."""
