@@ -6,7 +6,7 @@ method's keys at the top, `aux_hidden_state_layer_ids` one higher than z-lab's i
 keys at the top, anchor-first blocks.
 
 Precedence: a method key may live in `dflash_config` or at the top; two equal values are fine, two
-different ones are a problem. RoPE is the exception (see `rope`): `rope_parameters` wins, with a warning.
+different ones are a problem. RoPE is the exception: `rope_parameters` wins, with a warning.
 Sources: the `dflash` 0.1.0 package; vllm-project/speculators (config classes of dflash, dflash2 and
 dspark, and both converters); deepseek-ai/DeepSpec (dspark config builder).
 """
@@ -125,6 +125,7 @@ def read_layout(
     unknown = sorted(set(reading.nested) - NESTED_KEYS)
     if unknown:
         reading.warnings.append(f"dflash_config keys without effect here: {', '.join(unknown)}")
+    reading.problems[:] = dict.fromkeys(reading.problems)
     return reading
 
 

@@ -1,0 +1,247 @@
+"""Loading and saving drafters: folders, hub ids and the zoo; every tensor accounted for.
+
+A checkpoint loads whole or not at all: `LabError` lists the missing, unused, misshapen, non-finite
+and wrongly typed tensors. Saving writes the published z-lab layout, which the `dflash` 0.1.0
+package loads as it is.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Int
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.models.config import check_against_target, read_config, to_zlab
+from dflash2_lab.models.drafter import Drafter, build_drafter
+from dflash2_lab.models.tensors import (
+    INDEX,
+    WEIGHTS,
+    StoredTensor,
+    expected_tensors,
+    scan_checkpoint,
+    tensor_problems,
+)
+from dflash2_lab.tables import file_hash
+
+if TYPE_CHECKING:
+    from dflash2_lab.target import Target
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONFIG = "config.json"
+
+
+def load_drafter(
+    name: str | Path,
+    target: "Target | None" = None,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+) -> Drafter:
+    """A drafter in evaluation mode from a folder, a hub id or `zoo:NAME`.
+
+    With a `target`, its width, embedding rows and layer count are checked first. Raises `LabError`
+    that names every problem of the config or of the tensors.
+    """
+    folder = find_checkpoint(name)
+    layers = None if target is None else target.num_layers
+    config = read_config(read_raw_config(folder), f"{name}: {CONFIG}", layers)
+    if target is not None:
+        size = (target.hidden_size, target.vocab_size, target.num_layers)
+        check_against_target(config, *size, target.name)
+        config = replace(config, num_target_layers=target.num_layers)
+    stored, problems = scan_checkpoint(folder)
+    problems = problems or tensor_problems(vars(config), stored)
+    if problems:
+        raise LabError(f"{name}: " + "; ".join(problems))
+    keys = {tensor.key for tensor in stored}
+    own = ("embed_tokens.weight" in keys, "lm_head.weight" in keys)
+    wanted = expected_tensors(config, *own)
+    tensors, problems = read_tensors(stored)
+    problems += map_problems(tensors.get("d2t"), tensors.get("t2d"), config.vocab_size)
+    cast = {key: _cast(tensors[key], torch_dtype(dtype)) for key in wanted}
+    overflown = [key for key, tensor in cast.items() if not _finite(tensor)]
+    if overflown and not problems:
+        problems.append(f"values beyond the range of {dtype}: {', '.join(overflown)}")
+    if problems:
+        raise LabError(f"{name}: " + "; ".join(problems))
+    drafter = _assemble(config, own, cast).to(device)
+    drafter.name_or_path = str(name)
+    return drafter.eval()
+
+
+def _assemble(config: Any, own: tuple[bool, bool], tensors: dict[str, Tensor]) -> Drafter:
+    """The module around given tensors, without allocating or initialising weights of its own."""
+    with torch.device("meta"):
+        drafter = build_drafter(config, *own)
+    # Its frequencies are no part of any checkpoint, so they are made again with real values.
+    drafter.rotary_emb = type(drafter.rotary_emb)(drafter.config)
+    drafter.load_state_dict(tensors, strict=True, assign=True)
+    return drafter
+
+
+def save_drafter(drafter: Drafter, folder: str | Path, dtype: str | None = None) -> None:
+    """Write `config.json` and `model.safetensors` in the z-lab layout, all or nothing.
+
+    Weights are stored as `dtype` ("bfloat16", "float32", "float16"; None: as they are). Other files
+    of an existing folder, a model card say, are kept. Raises `LabError` when writing fails.
+    """
+    folder = Path(folder)
+    kept = drafter.dtype if dtype is None else torch_dtype(dtype)
+    state = {
+        key: _cast(tensor.detach(), kept).cpu().contiguous()
+        for key, tensor in drafter.state_dict().items()
+    }
+    config = to_zlab(drafter.settings) | {"dtype": str(kept).removeprefix("torch.")}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise LabError(f"cannot write drafter {folder}: {error}") from error
+    try:
+        new = scratch / "new"
+        if folder.is_dir():
+            ignore = shutil.ignore_patterns("*.safetensors", INDEX, CONFIG)
+            shutil.copytree(folder, new, ignore=ignore)
+        new.mkdir(exist_ok=True)
+        save_file(state, new / WEIGHTS, metadata={"format": "pt"})
+        (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        # safetensors writes through a private temporary file and keeps its mode.
+        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)
+        for path in (new / WEIGHTS, new / CONFIG):
+            _sync(path)
+        if folder.is_dir():
+            folder.replace(scratch / "old")
+        new.replace(folder)
+    except (OSError, RuntimeError) as error:
+        if (scratch / "old").is_dir() and not folder.exists():
+            (scratch / "old").replace(folder)
+        raise LabError(f"cannot write drafter {folder}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def find_checkpoint(name: str | Path) -> Path:
+    """The folder of a drafter: a path, `zoo:NAME` of this package, or a hub id (fetched once)."""
+    text = str(name)
+    if text.startswith("zoo:"):
+        zoo = Path(__file__).parent.parent / "zoo"
+        shipped = sorted(path.parent.name for path in zoo.glob(f"*/{CONFIG}"))
+        if text.removeprefix("zoo:") not in shipped:
+            raise LabError(f"no zoo drafter {text!r}, this package has {shipped}")
+        return zoo / text.removeprefix("zoo:")
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise LabError(f"drafter {text} is a file, expected a folder with {CONFIG}")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith("."):
+        return _snapshot(text)
+    raise LabError(f"drafter {text!r} not found: no such folder, no zoo: name and no hub id")
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=[CONFIG, "*.safetensors", INDEX]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        raise LabError(
+            f"drafter {hub_id!r} is no folder and no reachable hub id: {first}"
+        ) from error
+
+
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder. Raises `LabError` unless a JSON object."""
+    path = folder / CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LabError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LabError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise LabError(f"{path} holds a {type(raw).__name__}, expected a JSON object")
+    return raw
+
+
+def drafter_identity(name: str | Path) -> dict[str, Any]:
+    """Name and sha256 of the config and every weight file, for `run.json`."""
+    folder = find_checkpoint(name)
+    files = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
+    return {"name": str(name), "files": {path.name: file_hash(path) for path in files}}
+
+
+def read_tensors(stored: Sequence[StoredTensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Values by z-lab name, and one problem that lists the tensors with NaN or infinite values."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({tensor.file for tensor in stored}):
+        with safe_open(file, framework="pt") as weights:
+            here = [tensor for tensor in stored if tensor.file == file]
+            tensors |= {tensor.key: weights.get_tensor(tensor.name) for tensor in here}
+    broken = [key for key, tensor in tensors.items() if not _finite(tensor)]
+    if broken:
+        return tensors, [f"NaN or infinite values in {', '.join(sorted(broken))}"]
+    return tensors, []
+
+
+def map_problems(
+    d2t: Int[Tensor, "V0"] | None, t2d: Bool[Tensor, "V"] | None, vocab_size: int
+) -> list[str]:
+    """What is wrong with a draft vocabulary's maps: `d2t` holds offsets, id + d2t[id] = target id.
+
+    `t2d` (True where a target token has a draft id) is redundant and must agree.
+    """
+    if d2t is None:
+        return []
+    targets = torch.arange(len(d2t)) + d2t.long()
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= vocab_size:
+        return [
+            f"d2t maps draft ids to target ids {low}..{high}, expected 0..{vocab_size - 1} "
+            "(d2t holds offsets: target id = draft id + d2t[draft id])"
+        ]
+    problems = []
+    if len(targets.unique()) < len(targets):
+        problems.append("d2t maps two draft ids to one target id")
+    if len(d2t) == vocab_size and bool(d2t.any()):
+        problems.append("d2t permutes a full vocabulary, expected zeros (the identity)")
+    if t2d is not None and len(t2d) != vocab_size:
+        problems.append(f"t2d has {len(t2d)} entries, expected {vocab_size}")
+    elif t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], targets.sort().values):
+        problems.append("t2d and d2t disagree on which target tokens have a draft id")
+    return problems
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a float type's name. Raises `LabError` for any other name."""
+    if name not in DTYPES:
+        raise LabError(f"dtype is {name!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor.long()
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
