@@ -1,0 +1,187 @@
+"""Figures as files: a canonical JSON as the figure of record, and HTML, PNG and SVG made from it.
+
+The JSON holds plain number lists (never plotly's base64 arrays), numbers rounded to six significant
+digits, sorted keys: the same tables give the same bytes, in any process. The HTML inlines plotly.js,
+so it opens offline, and is a function of the JSON alone.
+"""
+
+import base64
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash2_lab.browser import IMAGE_FORMATS, ImageExportError, render_images, script_json
+from dflash2_lab.errors import LabError
+from dflash2_lab.tables import write_atomic
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+DIGITS = 6  # significant digits of every number in a figure of record
+FORMATS = ("json", "html", *IMAGE_FORMATS)
+CONFIG = {"displaylogo": False, "responsive": False}
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>body {{ margin: 0; background: white; }}</style>
+{script}
+</head>
+<body>
+{figure}
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class SavedFigures:
+    """Files written, in order, and one line on the images left out ("" when none were)."""
+
+    paths: tuple[Path, ...]
+    skipped: str
+
+
+def figure_json(fig: "Figure") -> str:
+    """The figure of record: canonical JSON text with a final newline.
+
+    NaN and infinities become null. Reading it back and writing it again gives the same text.
+    """
+    plain = _plain(fig.to_plotly_json())
+    figure = {"data": plain["data"], "layout": plain["layout"]}
+    return json.dumps(figure, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def figure_div(figure: "str | Figure", div_id: str = "figure") -> str:
+    """The figure as a <div> with the given id and the script that fills it.
+
+    The page must hold `plotly_script()` before it. `figure` is a Figure or its `figure_json`.
+    """
+    plain = _parsed(figure)
+    return (
+        f'<div id="{html.escape(div_id)}"></div>\n'
+        f"<script>Plotly.newPlot({script_json(div_id)}, {script_json(plain['data'])}, "
+        f"{script_json(plain['layout'])}, {script_json(CONFIG)});</script>"
+    )
+
+
+def plotly_script() -> str:
+    """plotly.js itself as an inline <script> element (about 4.8 MB)."""
+    from plotly.offline import get_plotlyjs
+
+    return f"<script>{get_plotlyjs()}</script>"
+
+
+def figure_html(figure: "str | Figure", div_id: str = "figure") -> str:
+    """A self-contained page: plotly.js inlined, no request to anywhere, the same bytes each time."""
+    plain = _parsed(figure)
+    title = plain["layout"].get("title", {}).get("text", "figure")
+    title = title.replace("<b>", "").replace("</b>", "").replace("<br>", " ")
+    return PAGE.format(
+        title=html.escape(html.unescape(title)),
+        script=plotly_script(),
+        figure=figure_div(figure, div_id),
+    )
+
+
+def save_figure(
+    fig: "Figure",
+    path_stem: Path | str,
+    formats: Sequence[str] = FORMATS,
+    *,
+    timeout_s: float = 60.0,
+    browser: Path | None = None,
+) -> list[Path]:
+    """Write `<path_stem>.<format>` for each format, JSON and HTML first; each file is atomic.
+
+    Raises ImageExportError (its one line says what to install or what failed) when an image was
+    asked for and could not be made; JSON and HTML are written by then. LabError for other formats.
+    """
+    stem = Path(path_stem)
+    saved = save_figures(
+        {stem.name: fig}, stem.parent, formats, timeout_s=timeout_s, browser=browser
+    )
+    if saved.skipped:
+        raise ImageExportError(saved.skipped)
+    return list(saved.paths)
+
+
+def save_figures(
+    figures: "Mapping[str, Figure]",
+    folder: Path | str,
+    formats: Sequence[str] = FORMATS,
+    *,
+    timeout_s: float = 60.0,
+    browser: Path | None = None,
+) -> SavedFigures:
+    """Write `<folder>/<name>.<format>` for every figure; all images come from one Chrome process.
+
+    An image export that fails does not raise: `skipped` is the one line to show the user.
+    """
+    unknown = [f for f in formats if f not in FORMATS]
+    if unknown:
+        raise LabError(f"figure format: found {unknown[0]!r}, expected one of {FORMATS}")
+    folder = Path(folder)
+    texts = {name: figure_json(fig) for name, fig in figures.items()}
+    paths = []
+    for name, text in texts.items():
+        contents = {"json": lambda text=text: text, "html": lambda text=text: figure_html(text)}
+        for suffix in ("json", "html"):
+            if suffix in formats:
+                paths.append(_write(folder, name, suffix, contents[suffix]().encode("utf-8")))
+    images = [f for f in IMAGE_FORMATS if f in formats]
+    names = [(name, suffix) for name in texts for suffix in images]
+    if not names:
+        return SavedFigures(tuple(paths), "")
+    try:
+        jobs = [(json.loads(texts[name]), suffix) for name, suffix in names]
+        drawn = render_images(jobs, timeout_s=timeout_s, browser=browser)
+    except ImageExportError as error:
+        return SavedFigures(tuple(paths), str(error))
+    for (name, suffix), content in zip(names, drawn, strict=True):
+        paths.append(_write(folder, name, suffix, content))
+    return SavedFigures(tuple(paths), "")
+
+
+def _write(folder: Path, name: str, suffix: str, content: bytes) -> Path:
+    path = folder / f"{name}.{suffix}"
+    write_atomic(path, lambda handle: handle.write(content))
+    return path
+
+
+def _parsed(figure: "str | Figure") -> dict[str, Any]:
+    return json.loads(figure if isinstance(figure, str) else figure_json(figure))
+
+
+def _plain(value: Any) -> Any:
+    """The value with arrays as lists and floats rounded; plotly's base64 arrays are decoded."""
+    if isinstance(value, Mapping):
+        if set(value) in ({"dtype", "bdata"}, {"dtype", "bdata", "shape"}):
+            return _plain(_decoded(value))
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        # adding 0.0 turns -0.0, which would print differently, into 0.0
+        return float(f"{value:.{DIGITS}g}") + 0.0 if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def _decoded(value: Mapping[str, Any]) -> np.ndarray:
+    flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(value["dtype"]))
+    if "shape" not in value:
+        return flat
+    return flat.reshape([int(size) for size in str(value["shape"]).split(",")])

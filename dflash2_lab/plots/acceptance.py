@@ -1,0 +1,193 @@
+"""Acceptance length by policy, with the headroom between top-1 and the oracle marked.
+
+One panel per drafter, one row per policy: pooled and per-request lengths with their intervals, and
+beside them the pooled numbers and the share of the headroom, (policy - top1) / (oracle - top1).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dflash2_lab.plots.parts import as_runs, frame, key, label, numbers, panel_title
+from dflash2_lab.plots.template import GRID, HEADROOM, INK, MUTED, SMALL, style
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
+
+    from dflash2_lab.tables import Run
+
+ROW = 40  # px per policy
+GAP = 52  # px between panels: the next drafter's name
+COLUMNS = (14, 150)  # px right of the panel: pooled with its interval, share of the headroom
+
+
+def acceptance_by_policy(
+    runs: "Run | Mapping[str, Run]",
+    title: str | None = None,
+    policies: Sequence[str] | None = None,
+    oracle_ks: Sequence[int] = (16,),
+) -> "Figure":
+    """Acceptance length (tokens per verify step, bonus counted) by policy, terminal steps included.
+
+    `policies` are those of the run unless given; `oracle_ks` the candidate counts of the oracle.
+    """
+    from dflash2_lab import stats
+
+    tables = {
+        name: stats.acceptance_by_policy(run, policies=policies, oracle_ks=oracle_ks)
+        for name, run in as_runs(runs).items()
+    }
+    return draw_acceptance(tables, title)
+
+
+def draw_acceptance(tables: "Mapping[str, DataFrame]", title: str | None = None) -> "Figure":
+    """The figure from {drafter: table of `stats.acceptance_by_policy`}; pure."""
+    from plotly.subplots import make_subplots
+
+    panels = {name: table[table["terminal"] == "with"] for name, table in tables.items()}
+    policies = {name: list(dict.fromkeys(panel["policy"])) for name, panel in panels.items()}
+    height = sum(ROW * len(rows) for rows in policies.values()) + GAP * (len(panels) - 1)
+    fig = make_subplots(
+        rows=len(panels),
+        cols=1,
+        shared_xaxes=True,
+        row_heights=[float(len(rows)) for rows in policies.values()],
+        vertical_spacing=GAP / height if len(panels) > 1 else 0.0,
+    )
+    for position, (name, panel) in enumerate(panels.items()):
+        axis = position + 1
+        for trace in _marks(panel, policies[name], name, position):
+            fig.add_trace(trace, row=axis, col=1)
+        _headroom(fig, panel, policies[name], axis)
+        panel_title(fig, label(name).replace("<br>", " "), axis, bold=True)
+        count = len(policies[name])
+        fig.update_yaxes(
+            tickvals=list(range(count)),
+            ticktext=[label(policy) for policy in policies[name]],
+            range=[count - 0.5, -0.5],
+            showgrid=False,
+            row=axis,
+        )
+    for text, fill in (("pooled over verify steps", ""), ("mean over requests", "-open")):
+        marker = {"color": MUTED, "symbol": f"circle{fill}", "size": 9}
+        fig.add_trace(key(text, mode="markers", marker=marker))
+    square = {
+        "color": HEADROOM,
+        "symbol": "square",
+        "size": 14,
+        "line": {"color": GRID, "width": 1},
+    }
+    fig.add_trace(key("headroom: top1 to oracle", mode="markers", marker=square))
+    highs = [float(v) for panel in panels.values() for v in panel["high"] if math.isfinite(v)]
+    tops = [float(v) for panel in panels.values() for v in panel["value"] if math.isfinite(v)]
+    fig.update_xaxes(range=[0.9, max([*highs, *tops, 2.0]) * 1.03], showticklabels=True)
+    fig.update_xaxes(
+        title_text="acceptance length (tokens per verify step, bonus counted)", row=len(panels)
+    )
+    frame(
+        fig,
+        title=title or "Acceptance length by policy",
+        name="acceptance_by_policy",
+        plot_height=height,
+        head=40,
+        left=124,
+        right=230,
+        note="Bars and brackets: 95 % intervals, prompts resampled; steps cut by EOS or the length "
+        "limit included. The oracle accepts the target's token whenever it is among the k best "
+        "candidates: an upper bound, not a policy. Headroom: (policy \N{MINUS SIGN} top1) / "
+        "(oracle \N{MINUS SIGN} top1), pooled.",
+    )
+    return fig
+
+
+def _pooled(panel: "DataFrame", policy: str) -> tuple[float, float, float]:
+    rows = panel[(panel["policy"] == policy) & (panel["aggregation"] == "pooled")]
+    if rows.empty:
+        return math.nan, math.nan, math.nan
+    return tuple(float(rows[column].iloc[0]) for column in ("value", "low", "high"))
+
+
+def _oracle(policies: Sequence[str]) -> str | None:
+    """The oracle with the most candidates, or None when the table has no oracle."""
+    oracles = [p for p in policies if p.startswith("oracle@")]
+    return max(oracles, key=lambda p: int(p.removeprefix("oracle@"))) if oracles else None
+
+
+def _marks(panel: "DataFrame", policies: Sequence[str], name: str, position: int) -> list[dict]:
+    look = style(position)
+    traces = []
+    for aggregation, shift, fill in (("pooled", -0.13, ""), ("per_request", 0.15, "-open")):
+        rows = panel[panel["aggregation"] == aggregation]
+        value = list(rows["value"])
+        traces.append(
+            {
+                "type": "scatter",
+                "x": numbers(value),
+                "y": [policies.index(policy) + shift for policy in rows["policy"]],
+                "error_x": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": numbers(rows["high"] - rows["value"]),
+                    "arrayminus": numbers(rows["value"] - rows["low"]),
+                    "color": look.color,
+                    "thickness": 1.5,
+                    "width": 4,
+                },
+                "customdata": [
+                    [policy, low, high]
+                    for policy, low, high in zip(
+                        rows["policy"], numbers(rows["low"]), numbers(rows["high"]), strict=True
+                    )
+                ],
+                "mode": "markers",
+                "name": f"{label(name)}, {aggregation}",
+                "showlegend": False,
+                "marker": {
+                    "color": look.color,
+                    "symbol": look.symbol + fill,
+                    "size": 9,
+                    "line": {"width": 1.5, "color": look.color},
+                },
+                "hovertemplate": f"{label(name)}, %{{customdata[0]}}, {aggregation}: %{{x:.3f}} "
+                "[%{customdata[1]:.3f}, %{customdata[2]:.3f}]<extra></extra>",
+            }
+        )
+    return traces
+
+
+def _headroom(fig: "Figure", panel: "DataFrame", policies: Sequence[str], axis: int) -> None:
+    """Shade top1..oracle, and write the pooled numbers and the recovered shares at the right."""
+    oracle = _oracle(policies)
+    floor = _pooled(panel, "top1")[0]
+    ceiling = _pooled(panel, oracle)[0] if oracle else math.nan
+    span = ceiling - floor
+    suffix = "" if axis == 1 else str(axis)
+    if math.isfinite(span):
+        where = {"xref": f"x{suffix}", "yref": f"y{suffix} domain", "y0": 0, "y1": 1}
+        fig.add_shape(
+            type="rect",
+            x0=floor,
+            x1=ceiling,
+            fillcolor=HEADROOM,
+            line_width=0,
+            layer="below",
+            **where,
+        )
+        for edge in (floor, ceiling):
+            line = {"color": MUTED, "width": 1, "dash": "dot"}
+            fig.add_shape(type="line", x0=edge, x1=edge, line=line, layer="below", **where)
+    cells = {"font": {"size": SMALL, "color": INK}, "showarrow": False, "xref": "paper", "x": 1}
+    cells |= {"xanchor": "left", "align": "left"}
+    heads = ("pooled [95 %]", "headroom<br>recovered")
+    for text, shift in zip(heads, COLUMNS, strict=True):
+        fig.add_annotation(
+            text=text, xshift=shift, yref=f"y{suffix} domain", y=1, yanchor="bottom", **cells
+        )
+    for row, policy in enumerate(policies):
+        value, low, high = _pooled(panel, policy)
+        texts = [f"<b>{value:.2f}</b> [{low:.2f}, {high:.2f}]" if math.isfinite(value) else "-"]
+        if math.isfinite(span) and span > 0 and policy not in ("top1", oracle):
+            texts.append(f"{(value - floor) / span:.0%}".replace("-", "\N{MINUS SIGN}"))
+        for text, shift in zip(texts, COLUMNS, strict=False):
+            fig.add_annotation(text=text, xshift=shift, yref=f"y{suffix}", y=row, **cells)
