@@ -1,0 +1,1 @@
+"""Training a drafter on its target's own text: data, losses, the loop."""

@@ -1,0 +1,241 @@
+"""The training loop: frozen target, features on the fly, bf16 working weights with fp32 masters.
+
+A run folder holds `train.jsonl` (one line a report), `checkpoint.pt` (masters, optimizer, step) and
+at the end the drafter in the published layout. A killed run goes on from its last checkpoint with
+the batches that an unbroken run would have seen.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.models.drafter import Drafter
+from dflash2_lab.models.io import save_drafter
+from dflash2_lab.models.layers import embed_rows
+from dflash2_lab.target import Target, features
+from dflash2_lab.training.data import Batch, Corpus, batch_rows, make_batch
+from dflash2_lab.training.losses import backbone_loss, selector_loss, slot_weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Hyper-parameters. `decay` is in slots; `soft_labels` is the weight of the target's own law
+    beside the trace's token; `warmup` is a fraction of `steps`."""
+
+    steps: int = 1000
+    batch_size: int = 64
+    num_anchors: int = 64
+    max_length: int = 512
+    learning_rate: float = 1e-3
+    warmup: float = 0.04
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    decay: float = 4.0
+    soft_labels: float = 0.5
+    selector_weight: float = 1.0
+    held_out: int = 64
+    report_every: int = 200
+    checkpoint_every: int = 1000
+    seed: int = 0
+
+
+def train(
+    target: Target,
+    drafter: Drafter,
+    corpus: Corpus,
+    validation: Corpus,
+    config: TrainConfig,
+    out: Path,
+) -> Drafter:
+    """Train `drafter` in place (on the target's device and dtype) and save it under `out`.
+
+    Resumes from `out/checkpoint.pt` when its config is the same; another config is a `LabError`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    drafter.to(device=target.device, dtype=target.dtype).train()
+    params = [p for p in drafter.parameters() if p.requires_grad]
+    masters = [p.detach().float().clone().requires_grad_() for p in params]
+    optimizer = torch.optim.AdamW(
+        masters,
+        lr=config.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=config.weight_decay,
+        fused=target.device.type == "cuda",
+    )
+    first = _restore(out / "checkpoint.pt", config, masters, optimizer)
+    with torch.no_grad():
+        torch._foreach_copy_(params, masters)
+    started = time.perf_counter()
+    progress = tqdm(range(first, config.steps), initial=first, total=config.steps, desc="train")
+    for step in progress:
+        batch = _batch(corpus, config, drafter.settings.num_draft, step).to(target.device)
+        losses = step_losses(target, drafter, batch, config)
+        total = losses["backbone"] + config.selector_weight * losses.get("selector", 0.0)
+        total.backward()
+        for param, master in zip(params, masters, strict=True):
+            master.grad = param.grad.float()
+            param.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters, config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * schedule(step, config)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        last = step + 1 == config.steps
+        if (step + 1) % config.report_every == 0 or last:
+            record = {name: value.item() for name, value in losses.items()}
+            if not all(map(math.isfinite, record.values())):
+                raise LabError(f"training diverged at step {step}: losses {record}")
+            record |= {"step": step + 1, "grad_norm": norm.item(), "lr": group["lr"]}
+            record["steps_per_second"] = (step + 1 - first) / (time.perf_counter() - started)
+            record |= validate(target, drafter, validation, config)
+            with (out / "train.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            progress.set_postfix(
+                loss=f"{record['backbone']:.3f}", recall=f"{record['recall@1'][0]:.3f}"
+            )
+        if (step + 1) % config.checkpoint_every == 0 or last:
+            _checkpoint(out / "checkpoint.pt", config, masters, optimizer, step + 1)
+    drafter.eval()
+    save_drafter(drafter, out / "drafter")
+    return drafter
+
+
+def schedule(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, then a cosine to zero."""
+    warmup = max(1, round(config.warmup * config.steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup)))
+
+
+def step_losses(
+    target: Target, drafter: Drafter, batch: Batch, config: TrainConfig
+) -> dict[str, Float[Tensor, ""]]:
+    """Backbone loss, and the selector's for DFlash 2, of one batch."""
+    hidden, teacher = forward_batch(target, drafter, batch)
+    weights = slot_weights(batch.valid, config.decay)
+    # Only rows with a label reach the head; a batch always has some.
+    kept = batch.valid.flatten().nonzero()[:, 0]
+    hidden, teacher = hidden.flatten(0, 2)[kept], teacher.flatten(0, 2)[kept]
+    labels, weights = batch.labels.flatten()[kept], weights.flatten()[kept]
+    head = target.head.weight
+    loss, ids = backbone_loss(drafter, hidden, head, labels, weights, teacher, config.soft_labels)
+    losses = {"backbone": loss}
+    if drafter.settings.kind == "dflash2":
+        predecessors = previous_tokens(batch).flatten()[kept]
+        losses["selector"] = selector_loss(
+            drafter, hidden, head, target.embed_weight, ids, predecessors, labels, weights
+        )
+    return losses
+
+
+def previous_tokens(batch: Batch) -> Tensor:
+    """The trace's token before each slot: the anchor for slot 1. [B, A, P]"""
+    anchor_ids = batch.input_ids.gather(1, batch.anchors)
+    return torch.cat([anchor_ids[..., None], batch.labels[..., :-1]], dim=-1)
+
+
+def forward_batch(target: Target, drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Draft hidden states of the slots, and the target's final hidden state before each slot's
+    token. Both [B, A, P, H]."""
+    # Right padding lies behind every token and anchor, so causal attention needs no mask for it.
+    context, final = features(target, batch.input_ids, drafter.settings.target_layer_ids)
+    blocks = drafter.block_ids(batch.input_ids.gather(1, batch.anchors))
+    embeds = embed_rows(target.embed_weight, blocks, drafter.settings.input_embedding_scale)
+    hidden = drafter(embeds, drafter.context_keys(context), batch.anchors)
+    slots = torch.arange(batch.labels.shape[-1], device=batch.anchors.device)
+    before = (batch.anchors[..., None] + slots).clamp_max(final.shape[1] - 1).flatten(1)
+    teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1]))
+    return drafter.slot_rows(hidden), teacher.unflatten(1, batch.labels.shape[1:])
+
+
+@torch.no_grad()
+def validate(
+    target: Target, drafter: Drafter, corpus: Corpus, config: TrainConfig
+) -> dict[str, list[float]]:
+    """Marginal recall@1 and recall@16 by slot on held-out text (unary candidates), and for DFlash 2
+    how often the teacher-forced selector's choice is the trace's token."""
+    num_draft = drafter.settings.num_draft
+    counts = torch.zeros(4, num_draft, device=target.device)
+    drafter.eval()
+    for start in range(0, len(corpus), config.batch_size):
+        rows = list(range(len(corpus)))[start : start + config.batch_size]
+        batch = make_batch(corpus, rows, 16, num_draft, config.seed).to(target.device)
+        hidden, _ = forward_batch(target, drafter, batch)
+        logits = drafter.logits(hidden.flatten(0, 2), target.head)
+        unary, ids = torch.topk(logits, 16, dim=-1)
+        found = ids == batch.labels.flatten()[:, None]
+        hits = [found[:, 0], found.any(-1)]
+        if drafter.settings.kind == "dflash2":
+            selector, embedding = drafter.candidate_selector, target.embed_weight
+            before = selector.predecessor(previous_tokens(batch).flatten(), embedding)
+            gated = before * selector.hidden_projection(hidden.flatten(0, 2))
+            pairwise = torch.einsum("nr,nkr->nk", gated, selector.successor(ids, embedding))
+            choice = (unary.float() + pairwise.float()).argmax(-1, keepdim=True)
+            hits.append(found.gather(-1, choice)[:, 0])
+        valid = batch.valid.flatten(0, 1)
+        for row, hit in enumerate(hits):
+            counts[row] += (hit.view_as(valid) & valid).sum(0)
+        counts[3] += valid.sum(0)
+    drafter.train()
+    rates = (counts[:3] / counts[3]).tolist()
+    result = {"recall@1": rates[0], "recall@16": rates[1]}
+    if drafter.settings.kind == "dflash2":
+        result["selector_accuracy"] = rates[2]
+    return result
+
+
+def _batch(corpus: Corpus, config: TrainConfig, num_draft: int, step: int) -> Batch:
+    rows = batch_rows(corpus, config.batch_size, config.seed, step)
+    return make_batch(corpus, rows, config.num_anchors, num_draft, config.seed + step)
+
+
+def _checkpoint(
+    path: Path,
+    config: TrainConfig,
+    masters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    step: int,
+) -> None:
+    state = {
+        "config": dataclasses.asdict(config),
+        "masters": [master.detach() for master in masters],
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+    }
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    part.replace(path)
+
+
+def _restore(
+    path: Path,
+    config: TrainConfig,
+    masters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    if not path.exists():
+        return 0
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["config"] != dataclasses.asdict(config):
+        raise LabError(f"{path}: made with another config; found {state['config']}")
+    with torch.no_grad():
+        for master, saved in zip(masters, state["masters"], strict=True):
+            master.copy_(saved)
+    optimizer.load_state_dict(state["optimizer"])
+    log.info("resumed from step %d", state["step"])
+    return state["step"]
