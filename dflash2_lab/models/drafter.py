@@ -6,6 +6,8 @@ checkpoint brings them. `context_keys` projects the context once, `forward` draf
 blocks against it.
 """
 
+import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -67,16 +69,24 @@ class Drafter(PreTrainedModel):
         """What the checkpoint was called, without its folder; the kind for a fresh drafter."""
         return (self.name_or_path or self.settings.kind).rstrip("/").split("/")[-1]
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Seeded by the caller: normal linear maps, unit norms, identity convs, silent selector."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, 0.0, std)
-        for module in self.modules():
-            if hasattr(module, "reset_identity"):
-                module.reset_identity()
-            if isinstance(module, CandidateSelector):
-                module.reset(std)
+    @torch.no_grad()
+    def reset_parameters(self, seed: int, std: float = 0.02) -> None:
+        """Normal linear maps, unit norms, identity convs, a selector that scores zero.
+
+        A tensor's numbers depend on (seed, its name) alone, so drafters of different kinds start
+        from the same backbone.
+        """
+        silent = ("kernel_projection.weight", "successor_codebook", "successor_projection.weight")
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("base_kernel"):
+                parameter.zero_()[:, 0] = 1.0
+            elif name.endswith((*silent, "bias")):
+                parameter.zero_()
+            else:
+                source = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=source) * std)
 
     def context_keys(
         self, features: Float[Tensor, "B S NH"], first_position: int = 0
@@ -188,8 +198,6 @@ class DFlash2Drafter(Drafter):
     @torch.no_grad()
     def fold(self, embedding: Float[Tensor, "V H"]) -> "DFlash2Drafter":
         """A copy whose projected selector is written out as the published free tables."""
-        import dataclasses
-
         settings = dataclasses.replace(self.settings, selector_parametrization="free")
         folded = DFlash2Drafter(settings, self.embed_tokens is not None, self.lm_head is not None)
         state = {
@@ -213,10 +221,11 @@ class DSparkDrafter(Drafter):
 
 
 def build_drafter(
-    config: DrafterConfig, own_embedding: bool = False, own_head: bool = False
+    config: DrafterConfig, own_embedding: bool = False, own_head: bool = False, seed: int = 0
 ) -> Drafter:
-    """A freshly initialised drafter of the config's kind (seed torch first)."""
+    """A freshly initialised drafter of the config's kind (shapes only on the meta device)."""
     kinds = {"dflash": DFlashDrafter, "dflash2": DFlash2Drafter, "dspark": DSparkDrafter}
     drafter = kinds[config.kind](config, own_embedding, own_head)
-    drafter.reset_parameters()
+    if drafter.device.type != "meta":
+        drafter.reset_parameters(seed)
     return drafter

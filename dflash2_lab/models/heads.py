@@ -28,18 +28,6 @@ class CandidateSelector(nn.Module):
             self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
-    def reset(self, std: float) -> None:
-        with torch.no_grad():
-            first = (
-                self.predecessor_projection.weight
-                if self.projected
-                else (self.predecessor_codebook)
-            )
-            second = self.successor_projection.weight if self.projected else self.successor_codebook
-            first.normal_(0.0, std)
-            second.zero_()
-            self.hidden_projection.weight.normal_(0.0, std)
-
     def predecessor(
         self, ids: Int[Tensor, "*rows"], embedding: Float[Tensor, "V H"]
     ) -> Float[Tensor, "*rows r"]:

@@ -100,13 +100,6 @@ class GroupedConv(nn.Module):
         self.shape = (2, taps, hidden // group_size)
         self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden))
         self.kernel_projection = nn.Linear(hidden, 2 * taps * (hidden // group_size), bias=False)
-        self.reset_identity()
-
-    def reset_identity(self) -> None:
-        with torch.no_grad():
-            self.base_kernel.zero_()
-            self.base_kernel[:, 0] = 1.0
-            self.kernel_projection.weight.zero_()
 
     def around(
         self,

@@ -1,0 +1,74 @@
+"""A fresh drafter for a target: its shape copied, its layers read at an even spread."""
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.models.config import DrafterConfig
+from dflash2_lab.models.drafter import Drafter, build_drafter
+from dflash2_lab.target import Target
+
+KINDS = ("dflash", "dflash2")
+
+
+def spread_layers(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Layer ids from 1 to the third last, evenly spaced, as the published drafters choose them."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    if span < num_taps - 1:
+        raise LabError(
+            f"num_layers: {num_taps} context layers do not fit between layers 1 and "
+            f"{num_target_layers - 3} of the target"
+        )
+    return tuple(round(1 + index * span / (num_taps - 1)) for index in range(num_taps))
+
+
+def new_drafter(
+    target: Target,
+    kind: str,
+    mask_token_id: int,
+    num_layers: int = 5,
+    intermediate_size: int | None = None,
+    block_size: int = 8,
+    selector_rank: int = 256,
+    seed: int = 0,
+) -> Drafter:
+    """An untrained drafter with the target's width, heads, RoPE and embeddings.
+
+    DFlash 2 gets identity convs (two taps, groups of 16) and a silent projected selector over 16
+    candidates, so it starts as the DFlash drafter of the same seed. `mask_token_id` must be a row
+    of the embedding that the text never uses. Raises `LabError` for what the target cannot carry.
+    """
+    if kind not in KINDS:
+        raise LabError(f"kind: found {kind!r}, can train {', '.join(KINDS)}")
+    body = target.config
+    heads = body.num_attention_heads
+    second = {
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": selector_rank,
+        "selector_top_k": 16,
+        "selector_parametrization": "projected",
+    }
+    config = DrafterConfig(
+        kind=kind,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or body.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=body.num_key_value_heads,
+        head_dim=getattr(body, "head_dim", None) or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        attention_bias=False,
+        max_position_embeddings=body.max_position_embeddings,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": float(body.rope_parameters["rope_theta"]),
+        },
+        num_target_layers=target.num_layers,
+        target_layer_ids=spread_layers(target.num_layers, num_layers),
+        mask_token_id=mask_token_id,
+        block_size=block_size,
+        **(second if kind == "dflash2" else {}),
+    )
+    return build_drafter(config, seed=seed)
