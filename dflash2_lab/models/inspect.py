@@ -14,7 +14,7 @@ from dflash2_lab.models.config import (
     resolve_config,
     target_problems,
 )
-from dflash2_lab.models.tensors import StoredTensor, scan_checkpoint, tensor_problems
+from dflash2_lab.models.tensors import SPARE, StoredTensor, scan_checkpoint, tensor_problems
 
 if TYPE_CHECKING:
     from dflash2_lab.target import Target
@@ -112,22 +112,34 @@ def _shape_problems(
     resolved: ResolvedConfig, stored: list[StoredTensor], incomplete: bool
 ) -> list[str]:
     """Tensors against the config; with an unreadable size there is nothing to compare them to."""
+    values = dict(resolved.values)
+    fusion = next((tensor for tensor in stored if tensor.key == "fc.weight"), None)
+    if "target_layer_ids" not in values and fusion is not None and values.get("hidden_size"):
+        # The ids are missing, but their number shows in the tensors: compare all the others.
+        values["target_layer_ids"] = range(fusion.shape[-1] // values["hidden_size"])
     try:
-        problems = tensor_problems(resolved.values, stored)
+        values["kind"]
+        problems = tensor_problems(values, stored)
     except (KeyError, ZeroDivisionError) as error:
         return [f"tensors not compared with the config: {error} is missing or wrong there"]
-    # Tensors of a shard that cannot be read are not missing: the shard is, and it is listed.
+    # Tensors of a file that cannot be read are not missing: the file is, and it is listed.
     return [p for p in problems if not (incomplete and p.startswith("missing tensors"))]
 
 
 def _value_problems(resolved: ResolvedConfig, stored: list[StoredTensor]) -> list[str]:
-    from dflash2_lab.models.io import map_problems, read_tensors
+    from dflash2_lab.models.io import is_finite, iterate_tensors, map_problems
 
-    tensors, problems = read_tensors(stored)
+    broken, maps = [], {}
+    for tensor, values in iterate_tensors(stored):
+        if not is_finite(values) and tensor.key not in SPARE:
+            broken.append(tensor.name)
+        if tensor.key in ("d2t", "t2d"):
+            maps[tensor.key] = values
+    problems = [f"NaN or infinite values in {', '.join(broken)}"] if broken else []
     vocab_size = resolved.values.get("vocab_size")
     if vocab_size is None:
         return problems
-    return problems + map_problems(tensors.get("d2t"), tensors.get("t2d"), vocab_size)
+    return problems + map_problems(maps.get("d2t"), maps.get("t2d"), vocab_size)
 
 
 def _plain_config(resolved: ResolvedConfig) -> dict[str, Any]:
@@ -150,6 +162,8 @@ def _parameters(stored: list[StoredTensor]) -> dict[str, int]:
 
 
 def _shared(keys: set[str], values: dict[str, Any]) -> dict[str, str]:
+    if not values:
+        return {}
     scale = values.get("input_embedding_scale", 1.0)
     taps = list(values.get("target_layer_ids", ()))
     theirs = "the target's"

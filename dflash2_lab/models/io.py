@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,11 +69,14 @@ def load_drafter(
     keys = {tensor.key for tensor in stored}
     own = ("embed_tokens.weight" in keys, "lm_head.weight" in keys)
     wanted = expected_tensors(config, *own)
-    tensors, problems = read_tensors(stored)
+    tensors = {tensor.key: values for tensor, values in iterate_tensors(stored)}
+    broken = [key for key in wanted if not is_finite(tensors[key])]
+    if broken:
+        problems.append(f"NaN or infinite values in {', '.join(broken)}")
     problems += map_problems(tensors.get("d2t"), tensors.get("t2d"), config.vocab_size)
-    cast = {key: _cast(tensors[key], torch_dtype(dtype)) for key in wanted}
-    overflown = [key for key, tensor in cast.items() if not _finite(tensor)]
-    if overflown and not problems:
+    cast = {key: _cast(tensors.pop(key), torch_dtype(dtype)) for key in wanted}
+    overflown = [key for key in wanted if key not in broken and not is_finite(cast[key])]
+    if overflown:
         problems.append(f"values beyond the range of {dtype}: {', '.join(overflown)}")
     if problems:
         raise LabError(f"{name}: " + "; ".join(problems))
@@ -186,17 +189,18 @@ def drafter_identity(name: str | Path) -> dict[str, Any]:
     return {"name": str(name), "files": {path.name: file_hash(path) for path in files}}
 
 
-def read_tensors(stored: Sequence[StoredTensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Values by z-lab name, and one problem that lists the tensors with NaN or infinite values."""
-    tensors: dict[str, Tensor] = {}
+def iterate_tensors(stored: Sequence[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """The values of stored tensors, one at a time, file by file."""
     for file in sorted({tensor.file for tensor in stored}):
         with safe_open(file, framework="pt") as weights:
-            here = [tensor for tensor in stored if tensor.file == file]
-            tensors |= {tensor.key: weights.get_tensor(tensor.name) for tensor in here}
-    broken = [key for key, tensor in tensors.items() if not _finite(tensor)]
-    if broken:
-        return tensors, [f"NaN or infinite values in {', '.join(sorted(broken))}"]
-    return tensors, []
+            for tensor in stored:
+                if tensor.file == file:
+                    yield tensor, weights.get_tensor(tensor.name)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """No NaN and no infinity (integers have none)."""
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def map_problems(
@@ -236,10 +240,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor.long()
-
-
-def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def _sync(path: Path) -> None:

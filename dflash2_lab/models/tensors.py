@@ -145,8 +145,9 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], list[str]]
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: None}, []
     if not (folder / INDEX).is_file():
-        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        return {}, [f"no {WEIGHTS} and no {INDEX} in {folder}, found {found}"]
+        kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+        found = sorted(path.name for path in folder.iterdir() if path.suffix in kinds)
+        return {}, [f"no {WEIGHTS} and no {INDEX} in {folder}, found {found or 'no weights'}"]
     try:
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         shards: dict[Path, set[str] | None] = {}

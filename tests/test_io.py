@@ -1,0 +1,474 @@
+"""Loading and saving drafters: what loads, what must not, and what the published package says."""
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from checkpoints import (
+    deepspec,
+    nested,
+    random_tensors,
+    speculators,
+    target_like,
+    without,
+    write,
+    zlab,
+)
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.models.config import read_config
+from dflash2_lab.models.drafter import DFlash2Drafter, DFlashDrafter, DSparkDrafter, build_drafter
+from dflash2_lab.models.io import drafter_identity, load_drafter, map_problems, save_drafter
+from dflash2_lab.models.tensors import expected_tensors
+
+PROJECTED = nested(zlab(), selector_parametrization="projected")
+
+
+def assert_same(state, tensors):
+    assert set(state) == set(tensors)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(state[name], tensor.to(state[name].dtype), rtol=0, atol=0)
+
+
+def shards(folder, raw, parts=2):
+    """A sharded checkpoint with its index; returns the shard of the first tensor."""
+    tensors = random_tensors(raw)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    names, weight_map = sorted(tensors), {}
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        here = names[part::parts]
+        save_file({name: tensors[name] for name in here}, folder / file)
+        weight_map |= dict.fromkeys(here, file)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+    return folder / weight_map[names[0]]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (zlab("dflash"), DFlashDrafter),
+        (zlab(), DFlash2Drafter),
+        (PROJECTED, DFlash2Drafter),
+        (deepspec(), DSparkDrafter),
+        (speculators("dspark"), DSparkDrafter),
+        (zlab("dflash", attention_bias=True), DFlashDrafter),
+    ],
+)
+def test_every_layout_loads_with_all_tensors_in_place(tmp_path, raw, expected):
+    drafter = load_drafter(write(tmp_path, raw))
+    assert type(drafter) is expected
+    assert not drafter.training
+    assert_same(drafter.state_dict(), random_tensors(raw))
+
+
+@pytest.mark.parametrize("kind", [zlab("dflash"), zlab(), PROJECTED, deepspec()])
+@pytest.mark.parametrize("own", [(False, False), (True, False), (False, True), (True, True)])
+def test_expected_tensors_are_those_of_the_module(kind, own):
+    config = read_config(kind, "x")
+    with torch.device("meta"):
+        state = build_drafter(config, *own).state_dict()
+    assert {name: tuple(t.shape) for name, t in state.items()} == expected_tensors(config, *own)
+
+
+@pytest.mark.parametrize("own", [(False, False), (True, False), (False, True), (True, True)])
+def test_own_and_shared_embedding_and_head_in_every_combination(tmp_path, own):
+    tensors = random_tensors(deepspec(), *own)
+    drafter = load_drafter(write(tmp_path, deepspec(), tensors), target=target_like())
+    assert (drafter.embed_tokens is not None, drafter.lm_head is not None) == own
+    assert_same(drafter.state_dict(), tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_cast_and_rotary_frequencies_stay_fp32(tmp_path, dtype):
+    drafter = load_drafter(write(tmp_path, zlab()), dtype=dtype)
+    assert {str(p.dtype) for p in drafter.parameters()} == {f"torch.{dtype}"}
+    assert drafter.rotary_emb.inv_freq.dtype == torch.float32
+    assert drafter.rotary_emb.inv_freq.device.type == "cpu"
+
+
+def test_unknown_dtype_is_an_error(tmp_path):
+    with pytest.raises(LabError, match=r"dtype is 'int4', expected one of float32"):
+        load_drafter(write(tmp_path, zlab()), dtype="int4")
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_codebooks_load_with_and_without_weight_suffix(tmp_path, suffix):
+    tensors = random_tensors(zlab())
+    names = [name for name in tensors if name.endswith("codebook")]
+    renamed = {name + suffix if name in names else name: t for name, t in tensors.items()}
+    drafter = load_drafter(write(tmp_path, zlab(), renamed))
+    assert_same(drafter.state_dict(), tensors)
+
+
+def test_codebook_stored_under_both_names_is_an_error(tmp_path):
+    tensors = random_tensors(zlab())
+    name = "candidate_selector.successor_codebook"
+    tensors[name + ".weight"] = tensors[name].clone()
+    with pytest.raises(LabError, match="successor_codebook is stored twice"):
+        load_drafter(write(tmp_path, zlab(), tensors))
+
+
+def test_missing_codebook_is_an_error_and_not_plain_dflash(tmp_path):
+    tensors = without(random_tensors(zlab()), "candidate_selector.predecessor_codebook")
+    with pytest.raises(LabError, match=r"missing tensors \(1\): .*predecessor_codebook"):
+        load_drafter(write(tmp_path, zlab(), tensors))
+
+
+def test_v2_tensors_under_a_v1_config_are_an_error_listing_them(tmp_path):
+    with pytest.raises(LabError, match=r"unused tensors \(11\): .*candidate_selector") as info:
+        load_drafter(write(tmp_path, zlab("dflash"), random_tensors(zlab())))
+    assert "layers.1.mlp_conv.base_kernel" in str(info.value)
+
+
+def test_extra_tensor_is_an_error(tmp_path):
+    tensors = random_tensors(zlab()) | {"layers.2.mlp.up_proj.weight": torch.zeros(48, 32)}
+    with pytest.raises(LabError, match=r"unused tensors \(1\): layers.2.mlp.up_proj.weight"):
+        load_drafter(write(tmp_path, zlab(), tensors))
+
+
+def test_wrong_shapes_name_tensor_found_and_expected(tmp_path):
+    tensors = random_tensors(zlab())
+    tensors["fc.weight"] = torch.zeros(32, 96)
+    with pytest.raises(LabError, match=r"fc.weight has shape \(32, 96\), expected \(32, 64\)"):
+        load_drafter(write(tmp_path, zlab(), tensors))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_values_are_an_error_naming_all_tensors(tmp_path, value):
+    tensors = random_tensors(zlab())
+    for name in ("norm.weight", "layers.1.mlp.up_proj.weight"):
+        tensors[name].view(-1)[-1] = value
+    with pytest.raises(LabError, match=r"NaN or infinite values in (?=.*norm)(?=.*up_proj)"):
+        load_drafter(write(tmp_path, zlab(), tensors))
+
+
+def test_values_beyond_fp16_are_an_error_instead_of_infinity(tmp_path):
+    tensors = random_tensors(zlab())
+    tensors["norm.weight"][0] = 1e6
+    folder = write(tmp_path, zlab(), tensors)
+    assert load_drafter(folder, dtype="bfloat16").norm.weight[0] == torch.tensor(1e6).bfloat16()
+    with pytest.raises(LabError, match=r"beyond the range of float16: norm.weight"):
+        load_drafter(folder, dtype="float16")
+
+
+def test_integer_weights_are_an_error(tmp_path):
+    tensors = random_tensors(zlab())
+    tensors["fc.weight"] = torch.zeros(32, 64, dtype=torch.int8)
+    with pytest.raises(LabError, match=r"fc.weight has dtype I8, expected one of F64"):
+        load_drafter(write(tmp_path, zlab(), tensors))
+
+
+def test_mixed_float_types_load(tmp_path):
+    tensors = random_tensors(zlab())
+    tensors["fc.weight"] = tensors["fc.weight"].double()
+    tensors["norm.weight"] = tensors["norm.weight"].half()
+    assert_same(load_drafter(write(tmp_path, zlab(), tensors)).state_dict(), tensors)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -1])
+def test_truncated_weights_are_an_error(tmp_path, keep):
+    file = write(tmp_path, zlab()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(LabError, match=r"model.safetensors is no readable safetensors file"):
+        load_drafter(tmp_path)
+
+
+def test_sharded_weights_load(tmp_path):
+    shards(tmp_path / "d", zlab())
+    assert_same(load_drafter(tmp_path / "d").state_dict(), random_tensors(zlab()))
+
+
+def test_missing_shard_is_an_error_that_names_it(tmp_path):
+    shards(tmp_path / "d", zlab()).unlink()
+    with pytest.raises(LabError, match=r"missing shard model-00001-of-00002.safetensors"):
+        load_drafter(tmp_path / "d")
+
+
+def test_shard_without_its_tensors_is_an_error(tmp_path):
+    shard = shards(tmp_path / "d", zlab())
+    kept = load_file(shard)
+    lost = sorted(kept)[-1]
+    save_file(without(kept, lost), shard)
+    with pytest.raises(LabError, match=rf"lacks tensors that .*index.json places there: {lost}"):
+        load_drafter(tmp_path / "d")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_malformed_index_is_an_error(tmp_path, text):
+    shards(tmp_path / "d", zlab())
+    (tmp_path / "d" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(LabError, match=r"index.json is malformed"):
+        load_drafter(tmp_path / "d")
+
+
+def test_folder_with_pickled_weights_says_what_was_found(tmp_path):
+    write(tmp_path, zlab())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(LabError, match=r"no model.safetensors .*found \['pytorch_model.bin'\]"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "no valid JSON"), ("[1]", "holds a list, expected a JSON object")]
+)
+def test_malformed_config_is_an_error(tmp_path, text, message):
+    (write(tmp_path, zlab()) / "config.json").write_text(text)
+    with pytest.raises(LabError, match=f"config.json.*{message}"):
+        load_drafter(tmp_path)
+
+
+def test_missing_config_is_an_error(tmp_path):
+    with pytest.raises(LabError, match=r"config.json cannot be read: No such file"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere", "/no/such/folder", "zoo:nothing"])
+def test_unknown_names_are_errors(name):
+    with pytest.raises(LabError, match=name):
+        load_drafter(name)
+
+
+def test_a_file_is_no_drafter(tmp_path):
+    write(tmp_path, zlab())
+    with pytest.raises(LabError, match=r"is a file, expected a folder"):
+        load_drafter(tmp_path / "model.safetensors")
+
+
+def test_unreachable_hub_id_is_one_clear_line(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    def refuse(*_args, **_kwargs):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network\nlong explanation")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(
+        LabError, match=r"'owner/name' is no folder and no reachable hub id: no net"
+    ):
+        load_drafter("owner/name")
+
+
+def test_hub_id_loads_the_downloaded_folder(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    folder = write(tmp_path, zlab())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_args, **_kwargs: str(folder))
+    assert load_drafter("owner/name").name_or_path == "owner/name"
+
+
+def test_wrong_target_is_an_error_before_the_weights_are_read(tmp_path):
+    write(tmp_path, zlab())
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(LabError, match=r"wrong target for this drafter: hidden_size 32"):
+        load_drafter(tmp_path, target=target_like(hidden_size=64))
+
+
+def test_target_supplies_a_missing_layer_count(tmp_path):
+    raw = without(zlab(), "num_target_layers")
+    drafter = load_drafter(write(tmp_path, raw), target=target_like(num_layers=6))
+    assert drafter.settings.num_target_layers == 6
+
+
+@pytest.mark.parametrize("places", ["rope_parameters", "rope_theta", "rope_scaling"])
+def test_rotary_frequencies_do_not_depend_on_where_theta_is_kept(tmp_path, places):
+    values = {"rope_theta": 1e7} if places == "rope_theta" else {places: {"rope_theta": 1e7}}
+    raw = without(zlab(), "rope_parameters") | values
+    frequencies = load_drafter(write(tmp_path, raw)).rotary_emb.inv_freq
+    exponents = torch.arange(0, 8, 2) / 8
+    torch.testing.assert_close(frequencies, 1e7**-exponents)
+
+
+def test_yarn_is_applied_only_when_the_config_asks(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    rope = {"rope_theta": 1e4, **yarn}
+    scaled = load_drafter(write(tmp_path / "yarn", zlab(rope_parameters=rope))).rotary_emb
+    plain = load_drafter(write(tmp_path / "plain", zlab(rope_scaling=None))).rotary_emb
+    assert not torch.allclose(scaled.inv_freq, plain.inv_freq)
+    assert (scaled.attention_scaling > 1.0, plain.attention_scaling) == (True, 1.0)
+
+
+def reduced(offsets, own_head=True, **spare):
+    raw = speculators(draft_vocab_size=len(offsets))
+    tensors = random_tensors(raw, own_embedding=True, own_head=own_head)
+    return raw, tensors | {"d2t": torch.tensor(offsets)} | spare
+
+
+def test_d2t_holds_offsets_to_target_ids(tmp_path):
+    drafter = load_drafter(write(tmp_path, *reduced([5, 5, 7])))
+    logits = drafter.to_target_vocab(torch.tensor([1.0, 2.0, 3.0]))
+    assert logits.isfinite().nonzero()[:, 0].tolist() == [5, 6, 9]
+    assert logits[[5, 6, 9]].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_zero_offsets_are_the_identity(tmp_path):
+    drafter = load_drafter(write(tmp_path, *reduced([0, 0, 0])))
+    assert drafter.to_target_vocab(torch.ones(3)).isfinite().nonzero()[:, 0].tolist() == [0, 1, 2]
+    raw = speculators()
+    tensors = random_tensors(raw, own_head=True) | {"d2t": torch.zeros(64, dtype=torch.long)}
+    assert load_drafter(write(tmp_path / "full", raw, tensors)).settings.draft_vocab_size is None
+
+
+def test_d2t_with_absolute_ids_is_an_error(tmp_path):
+    raw, tensors = reduced([61, 62, 63])
+    with pytest.raises(
+        LabError, match=r"target ids 61\.\.65, expected 0\.\.63 \(d2t holds offsets"
+    ):
+        load_drafter(write(tmp_path, raw, tensors))
+
+
+def test_reduced_vocabulary_without_map_or_head_is_an_error(tmp_path):
+    raw, tensors = reduced([5, 5, 7])
+    with pytest.raises(LabError, match=r"missing tensors \(1\): d2t"):
+        load_drafter(write(tmp_path / "a", raw, without(tensors, "d2t")))
+    with pytest.raises(LabError, match=r"lm_head.weight is missing: a draft vocabulary of 3"):
+        load_drafter(write(tmp_path / "b", raw, without(tensors, "lm_head.weight")))
+
+
+def test_vocabulary_maps_must_agree():
+    t2d = torch.zeros(8, dtype=torch.bool)
+    t2d[[1, 2, 5]] = True
+    assert map_problems(torch.tensor([1, 1, 3]), t2d, 8) == []
+    assert "disagree" in map_problems(torch.tensor([1, 1, 4]), t2d, 8)[0]
+    assert "two draft ids" in map_problems(torch.tensor([1, 0, 4]), None, 8)[0]
+    assert "t2d has 8 entries, expected 9" in map_problems(torch.tensor([1, 1, 3]), t2d, 9)
+    assert "permutes" in map_problems(torch.tensor([1, -1]), None, 2)[0]
+
+
+def test_training_leftovers_of_speculators_are_not_loaded(tmp_path):
+    raw, tensors = reduced([5, 5, 7])
+    spare = {
+        "verifier_lm_head.weight": torch.full((3, 32), float("nan")),
+        "verifier_norm.weight": torch.ones(32),
+        "rotary_emb.inv_freq": torch.ones(4),
+    }
+    drafter = load_drafter(write(tmp_path, raw, tensors | spare))
+    assert_same(drafter.state_dict(), tensors)
+
+
+@pytest.mark.parametrize("raw", [zlab("dflash"), zlab(), PROJECTED, deepspec()])
+def test_save_and_load_round_trip_exactly(tmp_path, raw):
+    drafter = load_drafter(write(tmp_path / "a", raw))
+    save_drafter(drafter, tmp_path / "deep" / "b")
+    again = load_drafter(tmp_path / "deep" / "b")
+    assert vars(again.settings) | {"layout": drafter.settings.layout} == vars(drafter.settings)
+    assert_same(again.state_dict(), drafter.state_dict())
+
+
+def test_saved_files_are_the_published_layout(tmp_path):
+    save_drafter(load_drafter(write(tmp_path / "a", zlab())), tmp_path / "b", dtype="bfloat16")
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "candidate_selector.predecessor_codebook" in tensors
+    raw = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert raw["architectures"] == ["DFlash2DraftModel"]
+    assert raw["dtype"] == "bfloat16"
+    assert raw["dflash_config"] == zlab()["dflash_config"]
+
+
+def test_saving_over_a_drafter_keeps_its_model_card(tmp_path):
+    shards(tmp_path / "d", zlab("dflash"))
+    (tmp_path / "d" / "README.md").write_text("card")
+    save_drafter(load_drafter(write(tmp_path / "a", zlab())), tmp_path / "d")
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    assert type(load_drafter(tmp_path / "d")) is DFlash2Drafter
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d"]
+
+
+def test_failed_save_leaves_the_old_drafter_and_no_scrap(tmp_path, monkeypatch):
+    folder = write(tmp_path / "d", zlab())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    drafter = load_drafter(folder)
+
+    def full_disk(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    for goal in (folder, tmp_path / "new"):
+        with pytest.raises(LabError, match=r"cannot write drafter .*No space left on device"):
+            save_drafter(drafter, goal)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_saving_where_a_file_is_in_the_way_is_an_error(tmp_path):
+    drafter = load_drafter(write(tmp_path / "a", zlab()))
+    (tmp_path / "file").write_text("x")
+    for goal in (tmp_path / "file", tmp_path / "file" / "b"):
+        with pytest.raises(LabError, match=f"cannot write drafter {goal}"):
+            save_drafter(drafter, goal)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_identity_changes_with_the_weights(tmp_path):
+    first = drafter_identity(write(tmp_path / "d", zlab()))
+    assert set(first["files"]) == {"config.json", "model.safetensors"}
+    write(tmp_path / "d", zlab(), random_tensors(zlab(), seed=1))
+    second = drafter_identity(tmp_path / "d")
+    assert first["files"]["config.json"] == second["files"]["config.json"]
+    assert first["files"]["model.safetensors"] != second["files"]["model.safetensors"]
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("raw", "published"),
+    [
+        (zlab(), DFlash2DraftModel),
+        (zlab("dflash"), DFlashDraftModel),
+        (zlab(**SLIDING), DFlash2DraftModel),
+        (without(zlab("dflash", **SLIDING), "is_causal"), DFlashDraftModel),
+        (nested(zlab(), output_multiplier=0.5), DFlash2DraftModel),
+    ],
+)
+def test_published_package_loads_what_we_save(tmp_path, raw, published, caplog):
+    ours = load_drafter(write(tmp_path / "a", raw))
+    save_drafter(ours, tmp_path / "b")
+    with caplog.at_level(logging.WARNING):
+        theirs, info = published.from_pretrained(
+            tmp_path / "b", output_loading_info=True, local_files_only=True
+        )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state = {
+        name.replace("codebook.weight", "codebook"): t for name, t in theirs.state_dict().items()
+    }
+    assert_same(state, ours.state_dict())
+    config = ours.settings
+    attention = [layer.self_attn for layer in theirs.layers]
+    assert tuple(layer.sliding_window for layer in attention) == config.windows
+    assert tuple(layer.is_causal for layer in attention) == config.causal
+    assert (theirs.block_size, theirs.mask_token_id) == (config.block_size, config.mask_token_id)
+    assert tuple(theirs.target_layer_ids) == config.target_layer_ids
+    torch.testing.assert_close(theirs.rotary_emb.inv_freq, ours.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("raw", "published"), [(zlab(), DFlash2DraftModel), (zlab("dflash"), DFlashDraftModel)]
+)
+def test_we_load_what_the_published_package_saves(tmp_path, raw, published):
+    torch.manual_seed(0)
+    theirs = published(Qwen3Config(**raw))
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    theirs.save_pretrained(tmp_path)
+    ours = load_drafter(tmp_path)
+    state = {
+        name.replace("codebook.weight", "codebook"): t for name, t in theirs.state_dict().items()
+    }
+    assert_same(ours.state_dict(), state)
+    assert vars(ours.settings) == vars(read_config(raw, "x"))
