@@ -230,22 +230,20 @@ def accept_law(
 
 def visit_weights(blocks: Blocks, law: Float[np.ndarray, "A P+1"]) -> Float[np.ndarray, " A"]:
     """Return the expected visits of each block: v[0] = 1, v[a + n + 1] += v[a] P_a(n)."""
-    num_requests, width = len(blocks.requests), law.shape[1]
+    width, lengths = law.shape[1], blocks.length
     # One cell per block, and `width` spare cells per request, where walks leave the response.
-    spare = width * np.arange(num_requests)
-    start = blocks.first + spare
-    visits = np.zeros(len(law) + width * num_requests)
-    visits[start] = 1.0
+    spare = width * np.arange(len(lengths))
+    visits = np.zeros(len(law) + width * len(lengths))
+    visits[blocks.first + spare] = 1.0
     # Longest first: the requests that still have anchor a are then a prefix.
-    requests = np.argsort(-blocks.length, kind="stable")
-    num_active = np.searchsorted(
-        -blocks.length[requests], -np.arange(blocks.length.max()), side="left"
-    )
+    longest_first = np.argsort(-lengths, kind="stable")
+    rows = blocks.first[longest_first]
+    cells = rows + spare[longest_first]
+    num_active = np.searchsorted(-lengths[longest_first], -np.arange(lengths.max()))
     jumps = np.arange(1, width + 1)
     for anchor, num in enumerate(num_active):
-        cells = start[requests[:num]] + anchor
-        chances = law[blocks.first[requests[:num]] + anchor]
-        visits[cells[:, None] + jumps] += visits[cells, None] * chances
+        here = cells[:num, None] + anchor
+        visits[here + jumps] += visits[here] * law[rows[:num] + anchor]
     return visits[np.arange(len(law)) + spare[blocks.request]]
 
 

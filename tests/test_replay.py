@@ -10,7 +10,7 @@ import pytest
 from recordings import Request, make_run
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.replay import replay
+from dflash2_lab.replay import expected_walk, replay
 from dflash2_lab.tables import Run, shard_done, write_run_info, write_shard
 
 
@@ -196,8 +196,6 @@ def test_target_outside_the_candidates_is_a_miss_of_the_oracle():
 
 def test_oracle_is_at_least_the_path_at_every_block():
     run = random_ranks(seed=3)
-    from dflash2_lab.replay import expected_walk
-
     mean = {
         policy: expected_walk(run, policy).law @ np.arange(5)
         for policy in ("top1", "selector", "oracle@3")
