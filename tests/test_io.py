@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -387,6 +388,51 @@ def test_saving_over_a_drafter_keeps_its_model_card(tmp_path):
     ]
     assert type(load_drafter(tmp_path / "d")) is DFlash2Drafter
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d"]
+
+
+def test_saving_new_weights_of_the_same_config_replaces_only_the_weights(tmp_path):
+    save_drafter(load_drafter(write(tmp_path / "a", zlab())), tmp_path / "d")
+    (tmp_path / "d" / "README.md").write_text("card")
+    other = random_tensors(zlab(), seed=1)
+    save_drafter(load_drafter(write(tmp_path / "a", zlab(), other)), tmp_path / "d")
+    assert_same(load_drafter(tmp_path / "d").state_dict(), other)
+    assert (tmp_path / "d" / "README.md").read_text() == "card"
+
+
+def test_next_save_removes_what_a_killed_one_left(tmp_path):
+    drafter = load_drafter(write(tmp_path / "a", zlab()))
+    (tmp_path / ".d.save-x1" / "new").mkdir(parents=True)
+    save_drafter(drafter, tmp_path / "d")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d"]
+
+
+def test_weights_are_as_readable_as_the_config(tmp_path):
+    save_drafter(load_drafter(write(tmp_path / "a", zlab())), tmp_path / "d")
+    modes = {path.stat().st_mode for path in (tmp_path / "d").iterdir()}
+    assert len(modes) == 1
+
+
+def test_swap_that_fails_puts_the_old_drafter_back(tmp_path, monkeypatch):
+    folder = write(tmp_path / "d", zlab("dflash"))
+    drafter = load_drafter(write(tmp_path / "a", zlab()))
+    rename = Path.replace
+
+    def refuse(path, goal):
+        if path.name == "new":
+            raise OSError(5, "Input/output error")
+        return rename(path, goal)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(LabError, match=r"cannot write drafter .*Input/output error"):
+        save_drafter(drafter, folder)
+    assert_same(load_drafter(folder).state_dict(), random_tensors(zlab("dflash")))
+
+
+def test_loader_says_where_embedding_and_head_come_from(tmp_path, caplog):
+    folder = write(tmp_path, deepspec(), random_tensors(deepspec(), own_head=True))
+    with caplog.at_level(logging.INFO):
+        load_drafter(folder)
+    assert "input embedding the target's, output head the checkpoint's" in caplog.text
 
 
 def test_failed_save_leaves_the_old_drafter_and_no_scrap(tmp_path, monkeypatch):

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.models.config import check_against_target, read_config, to_zlab
+from dflash2_lab.models.config import DrafterConfig, check_against_target, read_config, to_zlab
 from dflash2_lab.models.drafter import Drafter, build_drafter
 from dflash2_lab.models.tensors import (
     INDEX,
@@ -80,12 +80,14 @@ def load_drafter(
         problems.append(f"values beyond the range of {dtype}: {', '.join(overflown)}")
     if problems:
         raise LabError(f"{name}: " + "; ".join(problems))
+    sources = ["the checkpoint's" if present else "the target's" for present in own]
+    logger.info("%s: input embedding %s, output head %s", name, *sources)
     drafter = _assemble(config, own, cast).to(device)
     drafter.name_or_path = str(name)
     return drafter.eval()
 
 
-def _assemble(config: Any, own: tuple[bool, bool], tensors: dict[str, Tensor]) -> Drafter:
+def _assemble(config: DrafterConfig, own: tuple[bool, bool], tensors: dict[str, Tensor]) -> Drafter:
     """The module around given tensors, without allocating or initialising weights of its own."""
     with torch.device("meta"):
         drafter = build_drafter(config, *own)
@@ -101,39 +103,59 @@ def save_drafter(drafter: Drafter, folder: str | Path, dtype: str | None = None)
     Weights are stored as `dtype` ("bfloat16", "float32", "float16"; None: as they are). Other files
     of an existing folder, a model card say, are kept. Raises `LabError` when writing fails.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     kept = drafter.dtype if dtype is None else torch_dtype(dtype)
     state = {
         key: _cast(tensor.detach(), kept).cpu().contiguous()
         for key, tensor in drafter.state_dict().items()
     }
     config = to_zlab(drafter.settings) | {"dtype": str(kept).removeprefix("torch.")}
+    text = json.dumps(config, indent=1) + "\n"
+    prefix = f".{folder.name}.save-"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        try:
+            _write_checkpoint(scratch / "new", state, text)
+            _swap_in(scratch, folder, text)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
         raise LabError(f"cannot write drafter {folder}: {error}") from error
-    try:
-        new = scratch / "new"
-        if folder.is_dir():
-            ignore = shutil.ignore_patterns("*.safetensors", INDEX, CONFIG)
-            shutil.copytree(folder, new, ignore=ignore)
-        new.mkdir(exist_ok=True)
-        save_file(state, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        # safetensors writes through a private temporary file and keeps its mode.
-        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)
-        for path in (new / WEIGHTS, new / CONFIG):
-            _sync(path)
-        if folder.is_dir():
-            folder.replace(scratch / "old")
+    # A writer that was killed leaves its scratch folder; the finished drafter makes it useless.
+    for stale in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> None:
+    folder.mkdir()
+    (folder / CONFIG).write_text(config, encoding="utf-8")
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    # safetensors writes through a private temporary file and keeps its mode.
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def _swap_in(scratch: Path, folder: Path, config: str) -> None:
+    """Put `scratch/new` where `folder` is, keeping the files there that are no checkpoint."""
+    new, old = scratch / "new", scratch / "old"
+    if not folder.is_dir():
         new.replace(folder)
-    except (OSError, RuntimeError) as error:
-        if (scratch / "old").is_dir() and not folder.exists():
-            (scratch / "old").replace(folder)
-        raise LabError(f"cannot write drafter {folder}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        return
+    present = folder / CONFIG
+    if (folder / WEIGHTS).is_file() and present.is_file() and present.read_text() == config:
+        (new / WEIGHTS).replace(folder / WEIGHTS)  # one rename: never without a whole drafter
+        return
+    ignore = shutil.ignore_patterns("*.safetensors", INDEX, CONFIG)
+    shutil.copytree(folder, new, ignore=ignore, dirs_exist_ok=True)
+    folder.replace(old)
+    try:
+        new.replace(folder)
+    except OSError:
+        old.replace(folder)
+        raise
 
 
 def find_checkpoint(name: str | Path) -> Path:
@@ -240,8 +262,3 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor.long()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as handle:
-        os.fsync(handle.fileno())
