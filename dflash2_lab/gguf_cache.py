@@ -8,7 +8,6 @@ end, so that a killed conversion leaves nothing that could be taken for a finish
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -21,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dflash2_lab.errors import LabError
+from dflash2_lab.tables import file_hash
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the converted folder: raise it when the conversion changes, old folders are redone
@@ -33,22 +33,6 @@ logger = logging.getLogger(__name__)
 def cache_root() -> Path:
     """Folder of everything cached: `$DFLASH2_LAB_CACHE`, else `~/.cache/dflash2_lab`."""
     return Path(os.environ.get("DFLASH2_LAB_CACHE") or Path.home() / ".cache" / "dflash2_lab")
-
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file's bytes; shows progress from a size that takes seconds to read."""
-    digest = hashlib.sha256()
-    size = path.stat().st_size
-    with (
-        path.open("rb") as file,
-        tqdm(
-            total=size, unit="B", unit_scale=True, desc=f"hash {path.name}", disable=size < 2**31
-        ) as bar,
-    ):
-        while block := file.read(1 << 22):
-            digest.update(block)
-            bar.update(len(block))
-    return digest.hexdigest()
 
 
 def packaged_smollm2() -> Path:
@@ -88,7 +72,7 @@ def converted_folder(gguf: Path) -> Path:
 
     if not gguf.is_file():
         raise LabError(f"target {gguf}: no such file")
-    source_hash = file_sha256(gguf)
+    source_hash = file_hash(gguf)
     parent = cache_root() / "targets"
     key = f"{gguf.stem}-{source_hash[:16]}"
     folder = parent / key
@@ -130,7 +114,7 @@ def _manifest_problem(folder: Path, source_hash: str) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if file_sha256(path) != digest:
+        if file_hash(path) != digest:
             return f"{name} has other bytes than were written"
     return None
 
@@ -146,7 +130,7 @@ def _convert_into(gguf: Path, source_hash: str, folder: Path) -> None:
                 "source": gguf.name,
                 "source_sha256": source_hash,
                 "quantisation": quantisation,
-                "files": {name: file_sha256(temporary / name) for name in names},
+                "files": {name: file_hash(temporary / name) for name in names},
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
             for path in temporary.iterdir():

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.gguf_cache import converted_folder, file_sha256, packaged_smollm2, read_manifest
+from dflash2_lab.gguf_cache import converted_folder, packaged_smollm2, read_manifest
+from dflash2_lab.tables import file_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -321,4 +322,4 @@ def _blob_sha256(path: Path) -> str:
     blob = path.resolve().name
     if path.is_symlink() and len(blob) == 64 and set(blob) <= set("0123456789abcdef"):
         return blob
-    return file_sha256(path)
+    return file_hash(path)

@@ -1,0 +1,204 @@
+"""Traces: the target's own continuations of prompts, with log p of every token.
+
+Everything later (record, replay) reads them, so the target generates once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.generate import Continuation, Request, generate
+from dflash2_lab.prompts import Prompt, prompt_set_hash, render
+from dflash2_lab.provenance import environment
+from dflash2_lab.sampling import Sampling, row_key
+from dflash2_lab.schema import SCHEMA_VERSION
+from dflash2_lab.tables import (
+    RUN_INFO_FILE,
+    Run,
+    read_run_info,
+    shard_done,
+    write_run_info,
+    write_shard,
+)
+from dflash2_lab.target import Target
+
+_SHARD_BATCHES = 4  # batches a shard: enough to sort prompts by length, few enough to lose
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One conversation of one sample on its way through its turns."""
+
+    prompt: Prompt
+    sample: int
+
+
+def trace(
+    target: Target,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 96,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    samples: int = 1,
+    max_total: int | None = None,
+    batch_size: int = 32,
+    out: str | Path | None = None,
+) -> Run:
+    """Let the target answer every turn of every prompt, `samples` times.
+
+    A row's random numbers depend on seed, prompt id, turn, sample and position only.
+
+    Args:
+        max_new_tokens: limit of one answer; an end token counts.
+        max_total: limit of prompt and answer together; the target's positions are one too.
+        batch_size: rows a pass. Results do not depend on it, beyond rounding.
+        out: run folder. Shards already there, of the same run, are kept and not made again.
+
+    Returns:
+        A run of kind `trace` with the table `traces`.
+
+    Raises:
+        LabError: bad options, ids that repeat, prompts without room for an answer, a folder that
+            holds another run, or a full disk.
+    """
+    sampling = Sampling(temperature, top_p, top_k)
+    for name, count in (
+        ("max_new_tokens", max_new_tokens),
+        ("samples", samples),
+        ("batch_size", batch_size),
+    ):
+        if count < 1:
+            raise LabError(f"{name}: found {count}, expected a positive number")
+    _check_prompts(target, prompts, max_total)
+    limits = {"max_new_tokens": max_new_tokens, "max_total": max_total}
+    info = run_info(target, sampling) | limits
+    info |= {"origin": "generated", "seed": seed, "samples": samples, "batch_size": batch_size}
+    info |= {"prompt_set_hash": prompt_set_hash(target, prompts), "template": _template(prompts)}
+    info |= {"num_prompts": len(prompts), "on_policy": True}
+    folder = open_folder(out, info)
+
+    jobs = [_Job(prompt, sample) for prompt in prompts for sample in range(samples)]
+    size = _SHARD_BATCHES * batch_size
+    frames = []
+    total = sum(len(job.prompt.turns) for job in jobs)
+    with tqdm(total=total, desc="trace", unit="answer", delay=2.0) as bar:
+        for index, start in enumerate(range(0, len(jobs), size)):
+            part = jobs[start : start + size]
+            if folder is not None and shard_done(folder, ["traces"], index):
+                bar.update(sum(len(job.prompt.turns) for job in part))
+                continue
+            frame = _trace_jobs(target, part, sampling, info, bar)
+            if folder is None:
+                frames.append(frame)
+            else:
+                write_shard(folder, "traces", index, frame)
+    if folder is None:
+        return Run.in_memory(
+            info | {"complete": True}, {"traces": pd.concat(frames, ignore_index=True)}
+        )
+    write_run_info(folder, info | {"complete": True})
+    return Run.open(folder)
+
+
+def run_info(target: Target, sampling: Sampling) -> dict[str, Any]:
+    """What every run of traces says: target, sampling and the software that made it."""
+    return {
+        "kind": "trace",
+        "schema_version": SCHEMA_VERSION,
+        "target": dict(target.identity),
+        "eos_token_ids": sorted(target.eos_token_ids),
+        "sampling": asdict(sampling),
+        "environment": environment(target.device),
+        "complete": False,
+    }
+
+
+def open_folder(out: str | Path | None, info: Mapping[str, Any]) -> Path | None:
+    """Start or resume the run folder; a run of other settings must not be mixed into it."""
+    if out is None:
+        return None
+    folder = Path(out)
+    if not (folder / RUN_INFO_FILE).is_file():
+        if any(folder.glob("traces*.parquet")):
+            raise LabError(f"{folder}: holds tables but no {RUN_INFO_FILE}; choose another folder")
+        write_run_info(folder, info)
+        return folder
+    found = read_run_info(folder)
+    for key, value in info.items():
+        if key not in ("environment", "complete") and found.get(key) != value:
+            raise LabError(
+                f"{folder}: holds another run, {key} is {found.get(key)!r} there and {value!r} "
+                "here; choose another folder or delete this one"
+            )
+    return folder
+
+
+def _template(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """The distinct ways in which the prompts are rendered."""
+    ways = dict.fromkeys((prompt.system, prompt.template_options) for prompt in prompts)
+    return [{"system": system, "options": dict(options)} for system, options in ways]
+
+
+def _check_prompts(target: Target, prompts: Sequence[Prompt], max_total: int | None) -> None:
+    if not prompts:
+        raise LabError("trace: found no prompt")
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise LabError(f"trace: prompt id {prompt.id!r} comes twice")
+        seen.add(prompt.id)
+        _room(target, prompt, render(target, prompt), max_total)
+
+
+def _room(target: Target, prompt: Prompt, ids: Sequence[int], max_total: int | None) -> int:
+    """Response tokens that fit behind a rendered prompt."""
+    limit = min(x for x in (max_total, target.max_positions, 2**31) if x is not None)
+    if len(ids) >= limit:
+        raise LabError(
+            f"prompt {prompt.id}: {len(ids)} tokens leave no room for an answer, the limit for "
+            f"prompt and answer is {limit}"
+        )
+    return limit - len(ids)
+
+
+def _trace_jobs(
+    target: Target, jobs: Sequence[_Job], sampling: Sampling, info: Mapping[str, Any], bar: tqdm
+) -> pd.DataFrame:
+    """The `traces` rows of some conversations, all first turns first, in the order of the jobs."""
+    history: list[list[str]] = [[] for _ in jobs]
+    rows: list[list[dict[str, Any]]] = [[] for _ in jobs]
+    for turn in range(max(len(job.prompt.turns) for job in jobs)):
+        places = [place for place, job in enumerate(jobs) if len(job.prompt.turns) > turn]
+        requests = []
+        for place in places:
+            prompt, sample = jobs[place].prompt, jobs[place].sample
+            ids = render(target, prompt, history[place])
+            room = _room(target, prompt, ids, info["max_total"])
+            key = row_key(info["seed"], prompt.id, turn, sample)
+            requests.append(Request(ids, key, min(info["max_new_tokens"], room)))
+        answers = generate(target, requests, sampling, info["batch_size"], bar.update)
+        for place, request, answer in zip(places, requests, answers, strict=True):
+            rows[place].append(_row(jobs[place], turn, request, answer))
+            text = target.tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+            history[place].append(text)
+    return pd.DataFrame([row for conversation in rows for row in conversation])
+
+
+def _row(job: _Job, turn: int, request: Request, answer: Continuation) -> dict[str, Any]:
+    return {
+        "prompt_id": job.prompt.id,
+        "turn": turn,
+        "sample": job.sample,
+        "dataset": job.prompt.dataset,
+        "prompt_ids": list(request.prompt_ids),
+        "on_policy": True,
+    } | asdict(answer)
