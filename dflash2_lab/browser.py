@@ -1,11 +1,12 @@
 """Plotly figures to PNG and SVG with the Chrome of the machine, in one supervised process.
 
-A page with plotly.js inlined draws every figure with `Plotly.toImage` and leaves the images as data
-URIs in its document, which Chrome prints (`--dump-dom`). No server, no port, no network: what can go
-wrong is that there is no Chrome, that it dies, or that it hangs, and each ends in one clear line.
+A page with plotly.js inlined draws every figure with `Plotly.toImage` and leaves the images as
+data URIs in its document, which Chrome prints (`--dump-dom`). No server, no port, no network: what
+can go wrong is that there is no Chrome, that it dies, or that it hangs, and each ends in one line.
 """
 
 import base64
+import contextlib
 import html
 import json
 import os
@@ -167,10 +168,8 @@ def _supervise(command: Sequence[str], timeout_s: float) -> str:
 
 def _stop(process: subprocess.Popen) -> None:
     # the session that Popen started holds only this browser and its helpers
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:

@@ -1,8 +1,8 @@
 """Figures as files: a canonical JSON as the figure of record, and HTML, PNG and SVG made from it.
 
-The JSON holds plain number lists (never plotly's base64 arrays), numbers rounded to six significant
-digits, sorted keys: the same tables give the same bytes, in any process. The HTML inlines plotly.js,
-so it opens offline, and is a function of the JSON alone.
+The JSON holds plain number lists (never plotly's base64 arrays), numbers rounded to six
+significant digits, sorted keys: the same tables give the same bytes, in any process. The HTML
+inlines plotly.js, so it opens offline, and is a function of the JSON alone.
 """
 
 import base64
@@ -80,7 +80,7 @@ def plotly_script() -> str:
 
 
 def figure_html(figure: "str | Figure", div_id: str = "figure") -> str:
-    """A self-contained page: plotly.js inlined, no request to anywhere, the same bytes each time."""
+    """A self-contained page: plotly.js inlined, no request to anywhere, always the same bytes."""
     plain = _parsed(figure)
     title = plain["layout"].get("title", {}).get("text", "figure")
     title = title.replace("<b>", "").replace("</b>", "").replace("<br>", " ")
@@ -105,12 +105,9 @@ def save_figure(
     asked for and could not be made; JSON and HTML are written by then. LabError for other formats.
     """
     stem = Path(path_stem)
-    saved = save_figures(
-        {stem.name: fig}, stem.parent, formats, timeout_s=timeout_s, browser=browser
-    )
-    if saved.skipped:
-        raise ImageExportError(saved.skipped)
-    return list(saved.paths)
+    texts = _texts({stem.name: fig}, formats)
+    paths = _write_texts(stem.parent, texts, formats)
+    return paths + _write_images(stem.parent, texts, formats, timeout_s, browser)
 
 
 def save_figures(
@@ -125,29 +122,49 @@ def save_figures(
 
     An image export that fails does not raise: `skipped` is the one line to show the user.
     """
-    unknown = [f for f in formats if f not in FORMATS]
-    if unknown:
-        raise LabError(f"figure format: found {unknown[0]!r}, expected one of {FORMATS}")
     folder = Path(folder)
-    texts = {name: figure_json(fig) for name, fig in figures.items()}
-    paths = []
-    for name, text in texts.items():
-        contents = {"json": lambda text=text: text, "html": lambda text=text: figure_html(text)}
-        for suffix in ("json", "html"):
-            if suffix in formats:
-                paths.append(_write(folder, name, suffix, contents[suffix]().encode("utf-8")))
-    images = [f for f in IMAGE_FORMATS if f in formats]
-    names = [(name, suffix) for name in texts for suffix in images]
-    if not names:
-        return SavedFigures(tuple(paths), "")
+    texts = _texts(figures, formats)
+    paths = _write_texts(folder, texts, formats)
     try:
-        jobs = [(json.loads(texts[name]), suffix) for name, suffix in names]
-        drawn = render_images(jobs, timeout_s=timeout_s, browser=browser)
+        paths += _write_images(folder, texts, formats, timeout_s, browser)
     except ImageExportError as error:
         return SavedFigures(tuple(paths), str(error))
-    for (name, suffix), content in zip(names, drawn, strict=True):
-        paths.append(_write(folder, name, suffix, content))
     return SavedFigures(tuple(paths), "")
+
+
+def _texts(figures: "Mapping[str, Figure]", formats: Sequence[str]) -> dict[str, str]:
+    unknown = [suffix for suffix in formats if suffix not in FORMATS]
+    if unknown:
+        raise LabError(f"figure format: found {unknown[0]!r}, expected one of {FORMATS}")
+    return {name: figure_json(fig) for name, fig in figures.items()}
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str], formats: Sequence[str]) -> list[Path]:
+    paths = []
+    for name, text in texts.items():
+        if "json" in formats:
+            paths.append(_write(folder, name, "json", text.encode("utf-8")))
+        if "html" in formats:
+            paths.append(_write(folder, name, "html", figure_html(text).encode("utf-8")))
+    return paths
+
+
+def _write_images(
+    folder: Path,
+    texts: Mapping[str, str],
+    formats: Sequence[str],
+    timeout_s: float,
+    browser: Path | None,
+) -> list[Path]:
+    names = [(name, suffix) for name in texts for suffix in IMAGE_FORMATS if suffix in formats]
+    if not names:
+        return []
+    jobs = [(json.loads(texts[name]), suffix) for name, suffix in names]
+    drawn = render_images(jobs, timeout_s=timeout_s, browser=browser)
+    return [
+        _write(folder, name, suffix, content)
+        for (name, suffix), content in zip(names, drawn, strict=True)
+    ]
 
 
 def _write(folder: Path, name: str, suffix: str, content: bytes) -> Path:

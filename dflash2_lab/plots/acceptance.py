@@ -186,7 +186,8 @@ def _headroom(fig: "Figure", panel: "DataFrame", policies: Sequence[str], axis: 
         )
     for row, policy in enumerate(policies):
         value, low, high = _pooled(panel, policy)
-        texts = [f"<b>{value:.2f}</b> [{low:.2f}, {high:.2f}]" if math.isfinite(value) else "-"]
+        interval = f" [{low:.2f}, {high:.2f}]" if math.isfinite(low + high) else ""
+        texts = [f"<b>{value:.2f}</b>{interval}" if math.isfinite(value) else "none"]
         if math.isfinite(span) and span > 0 and policy not in ("top1", oracle):
             texts.append(f"{(value - floor) / span:.0%}".replace("-", "\N{MINUS SIGN}"))
         for text, shift in zip(texts, COLUMNS, strict=False):

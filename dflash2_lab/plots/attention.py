@@ -33,7 +33,7 @@ BAR = 0.8  # share of a layer's width that its bars take
 
 
 def attention_share(runs: "Run | Mapping[str, Run]", title: str | None = None) -> "Figure":
-    """Within-block attention share by layer (top) and by layer and slot (below), pooled over heads."""
+    """Within-block share by layer (top) and by layer and slot (below), pooled over heads."""
     from dflash2_lab import stats
 
     tables = {name: stats.attention_by_layer(run) for name, run in as_runs(runs).items()}

@@ -1,28 +1,46 @@
-"""Suffix decay: the fall of recall with the slot, its log-slope and its drop, drafter by drafter."""
+"""Suffix decay: the fall of recall with the slot, its log-slope and its drop, per drafter."""
 
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dflash2_lab.plots.parts import as_runs, band, frame, label, numbers, panel_title, slot_ticks
+from dflash2_lab.plots.parts import (
+    as_runs,
+    band,
+    frame,
+    label,
+    numbers,
+    panel_title,
+    slot_ticks,
+    visiting_policy,
+)
 from dflash2_lab.plots.template import DASHES, style
 
 if TYPE_CHECKING:
-    from dflash2_lab.stats import SuffixDecay
     from pandas import DataFrame
     from plotly.graph_objects import Figure
 
+    from dflash2_lab.stats import SuffixDecay
     from dflash2_lab.tables import Run
 
 
 def suffix_decay(
-    runs: "Run | Mapping[str, Run]", title: str | None = None, k: int = 1, anchors: str = "all"
+    runs: "Run | Mapping[str, Run]",
+    title: str | None = None,
+    k: int = 1,
+    anchors: str = "all",
+    policy: str | None = None,
 ) -> "Figure":
-    """Recall@k by slot on a linear and a log scale; the legend gives log-slope and drop."""
+    """Recall@k by slot on a linear and a log scale; the legend gives log-slope and drop.
+
+    `policy` says which anchors count as visited when `anchors` is "visited" (None: the drafter's
+    own).
+    """
     from dflash2_lab import stats
 
     decays = {
-        name: stats.suffix_decay(run, k=k, anchors=anchors) for name, run in as_runs(runs).items()
+        name: stats.suffix_decay(run, k, anchors, visiting_policy(run, policy))
+        for name, run in as_runs(runs).items()
     }
     return draw_decay(decays, title, k=k, anchors=anchors)
 

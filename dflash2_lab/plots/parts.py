@@ -39,8 +39,20 @@ def as_runs(runs: "Run | Mapping[str, Run]") -> "dict[str, Run]":
     if not named:
         raise LabError("a figure needs at least one run, found an empty mapping")
     if len(named) > 1:
-        assert_comparable(list(named.values()))
+        assert_comparable(named)
     return named
+
+
+def visiting_policy(run: "Run", policy: str | None) -> str:
+    """The policy whose decode says which anchors are visited.
+
+    `policy` when given, else the drafter's own; else the first recorded one, when a recording left
+    the own one out.
+    """
+    from dflash2_lab import stats
+
+    own = policy or stats.default_policy(run)
+    return own if policy or own in run.policies else run.policies[0]
 
 
 def label(name: str) -> str:
@@ -129,8 +141,8 @@ def frame(
 
     `plot_height` is the height in pixels of the area of all panels; `head` and `foot` are the
     pixels that panel titles above it and axis titles below it need. The first legend lists the
-    drafters (one a row when `stacked`), the second explains dashes and markers. `name` goes to `layout.meta`, so that a file
-    says which figure it is.
+    drafters (one a row when `stacked`), the second explains dashes and markers. `name` goes to
+    `layout.meta`, so that a file says which figure it is.
     """
     width = WIDTH - EDGE - RIGHT
     entries = [t for t in fig.data if t.showlegend is not False and t.name]
@@ -149,10 +161,10 @@ def frame(
     edge = {"xref": "container", "x": EDGE / WIDTH, "xanchor": "left", "yanchor": "top"}
     edge |= {"yref": "container"}
     rowwise = {**edge, "orientation": "h", "traceorder": "normal", "tracegroupgap": 0}
+    fig.layout.template = TEMPLATE  # replaces plotly's default, which an update would merge into
     fig.update_layout(
         width=WIDTH,
         height=height,
-        template=TEMPLATE,
         meta={"figure": name},
         margin={"l": left, "r": right, "t": top, "b": bottom, "autoexpand": False},
         title={
@@ -161,7 +173,7 @@ def frame(
             **edge,
             "y": 1 - 14 / height,
         },
-        # a vertical legend in a container pushes axis titles aside: stack with entries of full width
+        # a vertical legend in a container pushes axis titles aside: stack by entries of full width
         legend={
             **rowwise,
             "y": 1 - first / height,

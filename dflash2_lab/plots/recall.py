@@ -1,4 +1,4 @@
-"""Recall of the unary candidates by slot: marginal and conditional, over all and visited anchors."""
+"""Recall of the unary candidates by slot, marginal and conditional, all and visited anchors."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from dflash2_lab.plots.parts import (
     numbers,
     panel_title,
     slot_ticks,
+    visiting_policy,
 )
 from dflash2_lab.plots.template import DASHES, FILLS, MUTED, style
 
@@ -29,15 +30,22 @@ METRICS = {
 
 
 def recall_by_slot(
-    runs: "Run | Mapping[str, Run]", title: str | None = None, ks: Sequence[int] = (1, 16)
+    runs: "Run | Mapping[str, Run]",
+    title: str | None = None,
+    ks: Sequence[int] = (1, 16),
+    policy: str | None = None,
 ) -> "Figure":
     """Recall@k by slot with 95 % intervals over prompts, for one run or several drafters.
 
-    Columns are the anchors (all recorded, visited by the drafter's own decode), rows the metric.
+    Columns are the anchors (all recorded, visited by a decode with `policy`; None: the drafter's
+    own), rows the metric.
     """
     from dflash2_lab import stats
 
-    tables = {name: stats.recall_by_slot(run, ks=ks) for name, run in as_runs(runs).items()}
+    tables = {
+        name: stats.recall_by_slot(run, ks=ks, policy=visiting_policy(run, policy))
+        for name, run in as_runs(runs).items()
+    }
     return draw_recall(tables, title)
 
 
@@ -82,8 +90,8 @@ def draw_recall(tables: "Mapping[str, DataFrame]", title: str | None = None) -> 
         plot_height=500,
         head=20,
         note="Share of blocks whose target token is among the k best unary candidates of the slot; "
-        "bands: 95 % intervals, prompts resampled. Visited anchors: those where the drafter's own "
-        "decode starts a block.",
+        "bands: 95 % intervals, prompts resampled. Visited anchors: those where a decode "
+        "with the drafter's own policy starts a block.",
     )
     return fig
 
