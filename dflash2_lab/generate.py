@@ -57,15 +57,15 @@ def generate(
 ) -> list[Continuation]:
     """Continue every request; the order of the answers is that of the requests.
 
-    Requests of like prompt length share a batch. `progress` is told of finished requests.
+    Requests of like prompt length share a batch. `progress` is told how much of the work is done,
+    in tokens; a request counts for `max_new_tokens` of them, also when it ends earlier.
     """
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
     answers: dict[int, Continuation] = {}
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         batch = [requests[index] for index in chosen]
-        answers.update(zip(chosen, _generate_batch(target, batch, sampling), strict=True))
-        progress(len(chosen))
+        answers.update(zip(chosen, _generate_batch(target, batch, sampling, progress), strict=True))
     return [answers[index] for index in range(len(requests))]
 
 
@@ -82,7 +82,7 @@ def pad_left(
 
 @torch.no_grad()
 def _generate_batch(
-    target: Target, batch: Sequence[Request], sampling: Sampling
+    target: Target, batch: Sequence[Request], sampling: Sampling, progress: Callable[[int], Any]
 ) -> list[Continuation]:
     device = target.device
     eos = torch.tensor(sorted(target.eos_token_ids), device=device)
@@ -90,6 +90,7 @@ def _generate_batch(
     limits = torch.tensor([r.max_new_tokens for r in batch], device=device)
     keys = torch.tensor([r.key for r in batch], device=device)
     rows, width, steps = len(batch), ids.shape[1], max(r.max_new_tokens for r in batch)
+    remaining = sum(r.max_new_tokens for r in batch)
 
     tokens = torch.zeros(rows, steps, dtype=torch.long, device=device)
     logprob = torch.zeros(2, rows, steps, dtype=torch.float64, device=device)
@@ -116,6 +117,9 @@ def _generate_batch(
                 left = (ends[alive] == 0).nonzero().squeeze(1)
                 if len(left) == 0:
                     break
+                done_tokens = min(_CHECK * len(left), remaining)
+                remaining -= done_tokens
+                progress(done_tokens)
                 if len(left) <= _KEEP_SHARE * len(alive):
                     cache.batch_select_indices(left)
                     alive, keys, limits = alive[left], keys[left], limits[left]
@@ -123,6 +127,7 @@ def _generate_batch(
             seen = mask[:, : width + step + 1]
             seen = seen[:, None, None] if fast else seen
             logits = _forward(target, token[:, None], seen, lengths[:, None] + step, cache)
+    progress(remaining)
     return _answers(tokens, logprob, ends, eos)
 
 

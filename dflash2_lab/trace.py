@@ -89,12 +89,12 @@ def trace(
     jobs = [_Job(prompt, sample) for prompt in prompts for sample in range(samples)]
     size = _SHARD_BATCHES * batch_size
     frames = []
-    total = sum(len(job.prompt.turns) for job in jobs)
-    with tqdm(total=total, desc="trace", unit="answer", delay=2.0) as bar:
+    total = max_new_tokens * sum(len(job.prompt.turns) for job in jobs)
+    with tqdm(total=total, desc="trace", unit="token", delay=2.0) as bar:
         for index, start in enumerate(range(0, len(jobs), size)):
             part = jobs[start : start + size]
             if folder is not None and shard_done(folder, ["traces"], index):
-                bar.update(sum(len(job.prompt.turns) for job in part))
+                bar.update(max_new_tokens * sum(len(job.prompt.turns) for job in part))
                 continue
             frame = _trace_jobs(target, part, sampling, info, bar)
             if folder is None:
@@ -185,6 +185,7 @@ def _trace_jobs(
             room = _room(target, prompt, ids, info["max_total"])
             key = row_key(info["seed"], prompt.id, turn, sample)
             requests.append(Request(ids, key, min(info["max_new_tokens"], room)))
+        bar.total -= sum(info["max_new_tokens"] - request.max_new_tokens for request in requests)
         answers = generate(target, requests, sampling, info["batch_size"], bar.update)
         for place, request, answer in zip(places, requests, answers, strict=True):
             rows[place].append(_row(jobs[place], turn, request, answer))
