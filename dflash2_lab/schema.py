@@ -121,7 +121,7 @@ def _check_columns(found: Sequence[str], table: str, where: str) -> None:
     expected = schema_of(table).names
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in expected]
-    if missing or unknown or len(found) != len(expected):
+    if missing or len(found) != len(expected):
         raise LabError(
             f"table {table!r} ({where}): missing columns {missing}, unknown columns {unknown}, "
             f"expected {expected}"

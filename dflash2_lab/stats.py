@@ -26,6 +26,7 @@ from dflash2_lab.intervals import (
 from dflash2_lab.replay import (
     Walk,
     acceptance_lengths,
+    check_replayable,
     expected_walk,
     path_estimates,
     request_sums,
@@ -72,17 +73,14 @@ def recall_by_slot(
     position_recall@k: of the blocks with this slot, the fraction whose target token is among the
     k best; conditional_recall@k: the same among blocks whose earlier slots all were. "all" counts
     every recorded block once, "visited" by its expected visits in a replay of `policy` (None: the
-    drafter's own). Visited rows are left out, and that is logged, when the run skips anchors.
+    drafter's own). A run that cannot be replayed (it skips anchors, or its traces are not the
+    target's own) has no visited rows, and that is logged.
 
     Returns:
         Frame with the columns anchors, metric, k, slot, value, low, high, num_blocks.
     """
-    stride = run.info.get("anchor_stride", 1)
-    kinds = ("all", "visited") if stride == 1 else ("all",)
-    if stride != 1:
-        logger.warning("anchor_stride is %s: recall over visited anchors is left out", stride)
     parts = []
-    for anchors in kinds:
+    for anchors in ("all", "visited") if _replayable(run) else ("all",):
         blocks, weights = _block_weights(run, anchors, policy)
         rank = blocks.slot_matrix(run.slots, "target_rank", 0, "table 'slots'")
         for metric in ("position_recall", "conditional_recall"):
@@ -92,6 +90,15 @@ def recall_by_slot(
                 parts.append(part.assign(anchors=anchors, metric=metric, k=k))
     columns = ["anchors", "metric", "k", "slot", "value", "low", "high", "num_blocks"]
     return pd.concat(parts, ignore_index=True)[columns]
+
+
+def _replayable(run: Run) -> bool:
+    try:
+        check_replayable(run)
+    except LabError as reason:
+        logger.warning("recall over visited anchors is left out: %s", reason)
+        return False
+    return True
 
 
 def _block_weights(

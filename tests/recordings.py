@@ -84,3 +84,13 @@ def make_run(requests, num_draft, temperature=0.0, kind="dflash2", **info):
     return Run.in_memory(
         base | info, {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
     )
+
+
+def repeat_prompt(run, copies):
+    """Return a run with `copies` prompts that are all the one prompt of `run`."""
+    names = [f"set/test/{number:05d}" for number in range(copies)]
+    frames = {
+        name: pd.concat([frame] * copies).assign(prompt_id=np.repeat(names, len(frame)))
+        for name, frame in run.frames.items()
+    }
+    return Run.in_memory(run.info, frames)

@@ -104,6 +104,18 @@ def test_position_and_conditional_recall_by_hand():
     ]  # fmt: skip
 
 
+def test_conditional_recall_needs_every_earlier_slot():
+    """Of three slots the first misses in block 0: its third slot is no case, whatever slot 2 is."""
+    rank = np.array([[5, 0, 0], [0, 0, 5], [0, 5, 0]])
+    run = make_run([Request(6, rank=np.repeat(rank, [1, 1, 3], axis=0), accept={"selector": 0})], 3)
+    frames = {name: frame[frame["anchor"] < 3] for name, frame in run.frames.items()}
+    run = Run.in_memory(run.info | {"anchor_stride": 2}, frames)
+    table = stats.recall_by_slot(run, ks=(1,))
+    assert values(table, metric="conditional_recall") == pytest.approx([2 / 3, 1 / 2, 0 / 1])
+    assert values(table, "num_blocks", metric="conditional_recall") == [3, 2, 1]
+    assert values(table, metric="position_recall") == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+
+
 def test_visited_recall_is_weighted_by_expected_visits():
     p, q = np.array([[0.8], [0.25], [0.5]]), np.array([[0.4], [0.5], [0.5]])
     rank = np.array([[0], [3], [0]])
@@ -142,9 +154,17 @@ def test_a_run_with_a_stride_has_recall_over_all_anchors_only(caplog):
     frames = {name: frame[frame["anchor"] % 2 == 0] for name, frame in run.frames.items()}
     with caplog.at_level(logging.WARNING):
         table = stats.recall_by_slot(Run.in_memory(run.info, frames), ks=(1,))
-    assert set(table["anchors"]) == {"all"} and "anchor_stride is 2" in caplog.text
+    assert set(table["anchors"]) == {"all"}
+    assert "visited anchors is left out: anchor_stride: found 2" in caplog.text
     # Anchors 0 and 2: ranks (0, 0) and (2, 0).
     assert values(table, metric="position_recall") == [0.5, 1.0]
+
+
+def test_an_off_policy_run_has_recall_over_all_anchors_only(caplog):
+    run = make_run([Request(5, rank=RANKS, accept={"selector": 0})], 2, on_policy=False)
+    with caplog.at_level(logging.WARNING):
+        table = stats.recall_by_slot(run, ks=(1,))
+    assert set(table["anchors"]) == {"all"} and "on_policy: found false" in caplog.text
 
 
 def test_default_policy_is_the_drafters_own():
@@ -205,6 +225,17 @@ def test_suffix_decay_intervals_follow_the_prompts():
             assert other[column].tolist() == values(recall, column, **where)
     with pytest.raises(LabError, match="anchors: found 'some'"):
         stats.suffix_decay(run, anchors="some")
+
+
+def test_the_slope_is_that_of_least_squares_over_all_slots():
+    rng = np.random.default_rng(3)
+    requests = [
+        Request(30, rank=rng.integers(0, 3, (29, 5)), accept={"selector": 0}, prompt_id=f"{n}")
+        for n in range(3)
+    ]
+    curve, decay = stats.suffix_decay(make_run(requests, 5))
+    expected = np.polyfit(curve["slot"], np.log(curve["value"]), 1)[0]
+    assert decay.slope == pytest.approx(expected)
 
 
 def test_suffix_decay_of_a_slot_without_any_hit_has_no_slope():

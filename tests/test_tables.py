@@ -149,6 +149,15 @@ def test_shard_done_needs_every_table(tmp_path):
         shard_path(tmp_path, "slots", -1)
 
 
+def test_a_reader_of_the_old_shard_is_not_disturbed_by_a_new_one(tmp_path):
+    """The new file takes the name in one step; it is never written into the old one."""
+    write_shard(tmp_path, "slots", 0, slots_frame("old"))
+    os.link(tmp_path / "slots-00000.parquet", tmp_path / "held.parquet")
+    write_shard(tmp_path, "slots", 0, slots_frame("new"))
+    assert pq.ParquetFile(tmp_path / "held.parquet").read()["prompt_id"].to_pylist() == ["old"] * 3
+    assert set(read_table(tmp_path, "slots")["prompt_id"]) == {"new"}
+
+
 def full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
