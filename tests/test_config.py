@@ -339,6 +339,11 @@ def test_unknown_nested_keys_are_reported(caplog):
         ({"hidden_size": True}, "hidden_size is True, expected an integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide 4"),
         ({"head_dim": 7}, "head_dim is 7"),
+        ({"hidden_act": "mish2"}, "hidden_act is 'mish2', expected one of silu"),
+        ({"rms_norm_eps": 0}, r"rms_norm_eps is 0\.0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most"),
+        ({"is_causal": "false"}, "is_causal is 'false', expected true or false"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"attention_bias": "no"}, "attention_bias is 'no', expected true or false"),
         ({"dflash_config": [1]}, r"dflash_config is \[1\], expected an object"),
@@ -377,6 +382,34 @@ def test_scales_and_softcap_are_read_and_a_cap_of_zero_is_none():
     assert scales == (5.5, 0.5)
     assert config.final_logit_softcapping == 30.0
     assert read_config(nested(raw, final_logit_softcapping=0), "x").final_logit_softcapping is None
+
+
+ODD = [None, 0, -1, 2.5, "x", True, [], [[1]], ["a"], {}, {"a": 1}, float("nan"), 10**9]
+
+
+def odd_variants(raw):
+    """The config with each value in turn, nested ones too, replaced by each odd one."""
+    for key, value in raw.items():
+        for odd in ODD:
+            yield raw | {key: odd}
+        if isinstance(value, dict):
+            yield from (raw | {key: inner} for inner in odd_variants(value))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        zlab(sliding_window=8, use_sliding_window=True, rope_theta=1e4, rope_scaling={"type": "x"}),
+        deepspec(layer_types=["sliding_attention", "full_attention"], sliding_window=8),
+        speculators("dspark", is_causal=True, sliding_window_non_causal=True),
+    ],
+)
+def test_no_odd_value_crashes_the_reader(raw):
+    for variant in odd_variants(raw):
+        resolved = resolve_config(variant, "x")
+        assert (resolved.config is None) == bool(resolved.problems)
+        if resolved.config is not None:
+            to_zlab(resolved.config)
 
 
 def test_every_problem_is_collected():

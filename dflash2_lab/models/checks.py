@@ -8,6 +8,7 @@ from typing import Any
 from dflash2_lab.models.layouts import SELECTOR_KEYS
 
 KINDS = ("dflash", "dflash2", "dspark")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 _POSITIVE = (
     "hidden_size",
     "intermediate_size",
@@ -29,6 +30,11 @@ def value_problems(values: Mapping[str, Any]) -> list[str]:
         for name in _POSITIVE
         if name in values and get(name) < 1
     ]
+    if get("rms_norm_eps", 1.0) <= 0:
+        problems.append(f"rms_norm_eps is {get('rms_norm_eps')}, expected a positive number")
+    if get("hidden_act", "silu") not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        problems.append(f"hidden_act is {get('hidden_act')!r}, expected one of {known}")
     heads, kv_heads = get("num_attention_heads"), get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         problems.append(f"num_key_value_heads {kv_heads} does not divide {heads} attention heads")
@@ -67,10 +73,11 @@ def _layer_problems(values: Mapping[str, Any]) -> list[str]:
         found = values.get(name)
         if found is not None and layers is not None and len(found) != layers:
             problems.append(f"{name} has {len(found)} entries for {layers} layers")
-    for window in sorted({w for w in values.get("windows") or () if w is not None}, key=str):
-        if type(window) is not int or window < 1:
-            problems.append(f"sliding_window is {window!r}, expected a positive integer")
-    return problems
+    return problems + [
+        f"sliding_window is {window!r}, expected a positive integer"
+        for window in values.get("windows") or ()
+        if window is not None and window < 1
+    ]
 
 
 def _selector_problems(values: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ dspark, and both converters); deepseek-ai/DeepSpec (dspark config builder).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ ARCHITECTURES = {
     "DSparkDraftModel": "dspark",
     "DSparkSpeculator": "dspark",
 }
+MAX_LAYERS = 1000
 SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # Keys that the reader uses or knows to be of no consequence inside dflash_config.
 NESTED_KEYS = {
@@ -93,6 +95,8 @@ class ConfigReading:
                 self.values[name] = default
             return
         good = isinstance(found, (int, float) if kind is float else kind)
+        if kind is float and good and not math.isfinite(found):
+            good = False
         if not good or (isinstance(found, bool) and kind is not bool):
             self.problems.append(f"{key} is {found!r}, expected {_TYPE_NAMES[kind]}")
             return
@@ -138,8 +142,7 @@ def _layout(reading: ConfigReading) -> str:
                 f"transformer_layer_config is {found!r}, expected the drafter's Qwen3 config"
             )
         return "speculators"
-    names = raw.get("architectures") or []
-    return "deepspec" if "Qwen3DSparkModel" in names else "z-lab"
+    return "deepspec" if raw.get("architectures") == ["Qwen3DSparkModel"] else "z-lab"
 
 
 def _kind(reading: ConfigReading) -> str | None:
@@ -148,9 +151,10 @@ def _kind(reading: ConfigReading) -> str | None:
     known = ", ".join(ARCHITECTURES)
     names = raw.get("architectures")
     declared = raw.get("speculators_model_type")
-    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
-        kind = ARCHITECTURES[names[0]]
-    elif names is None and declared in ARCHITECTURES.values():
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if isinstance(name, str) and name in ARCHITECTURES:
+        kind = ARCHITECTURES[name]
+    elif names is None and declared in list(ARCHITECTURES.values()):
         kind = declared
     else:
         reading.problems.append(f"architectures is {names!r}, expected one of {known}")
@@ -192,6 +196,11 @@ def _read_body(reading: ConfigReading) -> None:
         "vocab_size",
     ):
         reading.take(key, body.get(key), int, key)
+    layers = reading.values.get("num_hidden_layers", 0)
+    if layers > MAX_LAYERS:
+        # Lists of this length are built below: a corrupt count must not take the memory.
+        reading.problems.append(f"num_hidden_layers is {layers}, expected at most {MAX_LAYERS}")
+        del reading.values["num_hidden_layers"]
     reading.take("head_dim", body.get("head_dim"), int, "head_dim", 128)
     if body.get("head_dim") is None:
         reading.warnings.append("head_dim is missing: 128, the default of Qwen3Config, is used")
@@ -263,10 +272,17 @@ def _read_masks(reading: ConfigReading, kind: str | None, layout: str) -> None:
     body = reading.body
     layers = reading.values.get("num_hidden_layers", 0)
     window, use = body.get("sliding_window"), body.get("use_sliding_window")
+    causal = body.get("is_causal", reading.raw.get("is_causal"))
+    for key, found in (("use_sliding_window", use), ("is_causal", causal)):
+        if found is not None and not isinstance(found, bool):
+            reading.problems.append(f"{key} is {found!r}, expected true or false")
     types = body.get("layer_types")
     if types is None:
         # Qwen3Config's own rule when layer_types is absent.
         first = body.get("max_window_layers", 28) if use and window is not None else layers
+        if type(first) is not int:
+            reading.problems.append(f"max_window_layers is {first!r}, expected an integer")
+            return
         types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     allowed = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or any(item not in allowed for item in types):
@@ -275,14 +291,18 @@ def _read_masks(reading: ConfigReading, kind: str | None, layout: str) -> None:
     if len(types) != layers:
         reading.problems.append(f"layer_types has {len(types)} entries for {layers} layers")
     sliding = [item == "sliding_attention" for item in types]
-    if any(sliding) and window is None:
-        reading.problems.append("sliding_window is null, but layer_types has sliding_attention")
-    if any(sliding) and window is not None and use is False:
+    if any(sliding) and (type(window) is not int or window < 1):
+        found = "null" if window is None else repr(window)
+        reading.problems.append(
+            f"sliding_window is {found}, but layer_types has sliding_attention: expected a "
+            "positive integer"
+        )
+        return
+    if any(sliding) and use is False:
         reading.problems.append(
             f"use_sliding_window is false, but layer_types has sliding_attention with "
             f"sliding_window {window!r}: correct one of them"
         )
-    causal = body.get("is_causal", reading.raw.get("is_causal"))
     if layout == "speculators" and causal is None:
         free = reading.raw.get("sliding_window_non_causal", kind == "dflash2")
         in_block = [item and not free for item in sliding]

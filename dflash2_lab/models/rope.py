@@ -8,6 +8,7 @@ dropped with a warning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,8 @@ def _stale_values(name: str, rope: Mapping[str, Any], body: Mapping[str, Any]) -
 def _rope_problems(rope: Mapping[str, Any]) -> list[str]:
     kind, theta = rope["rope_type"], rope.get("rope_theta")
     problems = []
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+    number = isinstance(theta, int | float) and not isinstance(theta, bool)
+    if not number or not 0 < theta < math.inf:
         found = "missing" if theta is None else repr(theta)
         problems.append(
             f"rope_theta is {found} (looked in rope_parameters, rope_scaling and the top level)"
@@ -89,6 +91,6 @@ def _rope_problems(rope: Mapping[str, Any]) -> list[str]:
         problems.append(f"rope_type is {kind!r}, expected one of {', '.join(ROPE_TYPES)}")
     return problems + [
         f"{key} is missing from rope_parameters, rope_type {kind!r} needs it"
-        for key in ROPE_REQUIRED.get(kind, ())
+        for key in ROPE_REQUIRED.get(str(kind), ())
         if key not in rope
     ]
