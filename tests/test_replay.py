@@ -51,6 +51,27 @@ def test_hits_after_the_first_miss_do_not_count():
     assert [row[2] for row in steps_of(run)] == [1, 1, 1]
 
 
+def test_the_vectorised_walk_is_the_plain_loop_on_ragged_requests():
+    rng = np.random.default_rng(4)
+    requests, expected = [], []
+    for number, response_len in enumerate(rng.permutation(np.arange(2, 40))):
+        accept = rng.integers(0, 5, response_len - 1)
+        name = {"prompt_id": f"{number % 7}", "turn": number // 7}
+        requests.append(Request(int(response_len), accept={"selector": accept}, **name))
+        anchor = 0
+        while anchor < response_len - 1:
+            offered = min(4, response_len - 1 - anchor)
+            accepted = min(accept[anchor], offered)
+            emitted = min(accepted + 1, response_len - 1 - anchor)
+            expected.append((*name.values(), anchor, offered, accepted, emitted))
+            anchor += emitted
+    result = replay(make_run(requests, 4))
+    columns = ["prompt_id", "turn", "anchor", "num_offered", "num_accepted", "num_emitted"]
+    walked = [tuple(row) for row in result.steps[columns].itertuples(index=False)]
+    assert walked == sorted(expected)
+    assert result.pooled.value == pytest.approx(sum(row[-1] for row in expected) / len(expected))
+
+
 @pytest.mark.parametrize("finish", ["eos", "length"])
 @pytest.mark.parametrize(
     ("response_len", "accepted", "expected"),
