@@ -65,8 +65,10 @@ def figure_div(figure: "str | Figure", div_id: str = "figure") -> str:
     The page must hold `plotly_script()` before it. `figure` is a Figure or its `figure_json`.
     """
     plain = _parsed(figure)
+    size = {side: plain["layout"].get(side) for side in ("width", "height")}
+    css = ";".join(f"{side}:{pixels}px" for side, pixels in size.items() if pixels)
     return (
-        f'<div id="{html.escape(div_id)}"></div>\n'
+        f'<div id="{html.escape(div_id)}" style="{css}"></div>\n'
         f"<script>Plotly.newPlot({script_json(div_id)}, {script_json(plain['data'])}, "
         f"{script_json(plain['layout'])}, {script_json(CONFIG)});</script>"
     )

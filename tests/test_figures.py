@@ -141,7 +141,9 @@ def test_text_of_a_figure_cannot_end_the_script_element():
 
 
 def test_a_div_carries_the_id_it_is_given(fig):
-    assert figure_div(fig, "recall-1").startswith('<div id="recall-1"></div>')
+    height = fig.layout.height
+    start = f'<div id="recall-1" style="width:900px;height:{height}px"></div>'
+    assert figure_div(fig, "recall-1").startswith(start)
     assert 'Plotly.newPlot("recall-1", ' in figure_div(fig, "recall-1")
 
 

@@ -146,9 +146,14 @@ def _bars(pooled: "DataFrame", name: str, position: int, count: int) -> list[dic
                 "legendgroup": name,
                 "showlegend": False,
                 "marker": {
-                    "color": look.color if not pattern else look.tint(0.25),
+                    "color": look.color,
                     "line": {"color": look.color, "width": 1},
-                    "pattern": {"shape": pattern, "fgcolor": look.color, "size": 6},
+                    "pattern": {
+                        "shape": pattern,
+                        "fgcolor": look.color,
+                        "bgcolor": look.tint(0.2),
+                        "size": 6,
+                    },
                 },
                 "customdata": [int(layer) for layer in rows["layer"]],
                 "hovertemplate": f"{label(name)}<br>layer %{{customdata}}, {group}: %{{y:.1%}}"
@@ -170,7 +175,10 @@ def _bars(pooled: "DataFrame", name: str, position: int, count: int) -> list[dic
         centre_x = int(layer) + (position - (count - 1) / 2) * width
         marks += [centre_x - width / 2, centre_x + width / 2, None]
         levels += [level, level, None]
-    traces.append({"type": "scatter", "x": marks, "y": levels, **_baseline(name)})
+    # white between the black dots, no wider: black alone would not show on a dark bar
+    halo = {"line": {"color": "white", "width": 1.5}, "hoverinfo": "skip", "hovertemplate": None}
+    where = {"type": "scatter", "x": marks, "y": levels, **_baseline(name)}
+    traces += [where | halo, where]
     return traces
 
 
@@ -205,11 +213,11 @@ def _baseline(name: str) -> dict:
 
 
 def _keys(fig: "Figure") -> None:
-    for text, pattern, fill in (("anchor", "", MUTED), ("drafted", "/", "#DDDDDD")):
+    for text, pattern in (("anchor", ""), ("drafted", "/")):
         marker = {
-            "color": fill,
+            "color": MUTED,
             "line": {"color": MUTED, "width": 1},
-            "pattern": {"shape": pattern, "fgcolor": MUTED, "size": 6},
+            "pattern": {"shape": pattern, "fgcolor": MUTED, "bgcolor": "#E4E4E4", "size": 6},
         }
         bar = key(f"{text} share", marker=marker) | {"type": "bar"}
         del bar["mode"]

@@ -82,7 +82,7 @@ def draw_decay(
         title_text=f"{metric} (log scale)",
         type="log",
         range=[math.log10(floor * 0.9), math.log10(1.05)],
-        tickvals=[0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0],
+        tickvals=_log_ticks(floor),
         col=2,
     )
     panel_title(fig, "fall from the first slot to the last", 1)
@@ -100,6 +100,15 @@ def draw_decay(
         "intervals, prompts resampled.",
     )
     return fig
+
+
+def _log_ticks(floor: float) -> list[float]:
+    """Ticks of a log axis from `floor` to 1, few enough to stand apart."""
+    if floor > 0.1:
+        return [0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0]
+    steps = (1, 2, 5) if floor > 0.005 else (1,)
+    decades = math.ceil(-math.log10(floor))
+    return [step / 10**power for power in range(decades, 0, -1) for step in steps] + [1.0]
 
 
 def _interval(value: float, low: float, high: float) -> str:

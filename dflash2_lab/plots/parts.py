@@ -184,7 +184,9 @@ def frame(
             "y": 1 - second / height,
             "itemclick": False,
             "itemdoubleclick": False,
-            "font": {"color": MUTED},
+            # the template's legend styles the first legend only; white would hide part of that
+            "bgcolor": "rgba(0,0,0,0)",
+            "font": {"color": MUTED, "size": FONT_SIZE},
         },
     )
     if lines:
