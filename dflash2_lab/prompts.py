@@ -128,7 +128,7 @@ def synthesize_prompts(
     temperature: float = 1.0,
     top_p: float = 0.95,
     max_new_tokens: int = 96,
-    batch_size: int = 64,
+    batch_size: int | None = None,
 ) -> list[Prompt]:
     """User turns that the target itself makes up from its bare template (Magpie, Xu et al. 2024).
 
@@ -146,6 +146,7 @@ def synthesize_prompts(
     sampling = Sampling(temperature, top_p)
     kept: dict[str, str] = {}
     made = 0
+    batch_size = batch_size or min(1024, max(64, num))
     while len(kept) < num:
         if made >= 50 * max(num, 20):
             raise LabError(

@@ -1,9 +1,13 @@
 """Traces as training batches: right-padded sequences with random anchors in the response.
 
-Batch number n depends on (seed, n) alone, so a resumed run sees the same data as an unbroken one.
+Batch number n depends on (corpus, seed, n) alone: a resumed run sees what an unbroken one sees.
 """
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +39,20 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's sequences and anchors; `anchors` index positions, `labels` the P tokens after."""
+    """One step's sequences and anchors; `anchors` index positions, `labels` the P tokens after.
+
+    `labelled` are the flat indices of the slots that have a label, found here and not on the
+    device, which would have to be waited for.
+    """
 
     input_ids: Int[Tensor, "B S"]
     anchors: Int[Tensor, "B A"]
     labels: Int[Tensor, "B A P"]
     valid: Bool[Tensor, "B A P"]
+    labelled: Int[Tensor, " N"]
 
     def to(self, device: torch.device) -> "Batch":
-        fields = (self.input_ids, self.anchors, self.labels, self.valid)
+        fields = (self.input_ids, self.anchors, self.labels, self.valid, self.labelled)
         if device.type == "cuda":
             fields = tuple(field.pin_memory() for field in fields)
         return Batch(*(field.to(device, non_blocking=True) for field in fields))
@@ -80,29 +89,36 @@ def _corpus(frame: pd.DataFrame, max_length: int) -> Corpus:
     return Corpus(tokens, frame["prompt_ids"].map(len).to_numpy())
 
 
-def batch_rows(corpus: Corpus, batch_size: int, seed: int, number: int) -> Int[np.ndarray, " B"]:
-    """Sequence indices of batch `number`: every sequence once an epoch, alike lengths together."""
+def batches(
+    corpus: Corpus, batch_size: int, num_anchors: int, num_draft: int, seed: int, first: int
+) -> Iterator[Batch]:
+    """Batches number `first`, first + 1, ... without end: every sequence once an epoch, sequences
+    of like length together."""
     per_epoch = max(1, len(corpus) // batch_size)
-    epoch, index = divmod(number, per_epoch)
-    rng = np.random.default_rng((seed, epoch))
-    order = rng.permutation(len(corpus))
     lengths = np.array([len(tokens) for tokens in corpus.tokens])
     pool = POOL * batch_size
-    order = np.concatenate(
-        [
-            chunk[np.argsort(lengths[chunk], kind="stable")]
-            for chunk in np.split(order, range(pool, len(order), pool))
-        ]
-    )
-    return order[rng.permutation(per_epoch)[index] * batch_size :][:batch_size]
+    for epoch in itertools.count(first // per_epoch):
+        rng = np.random.default_rng((seed, epoch))
+        order = rng.permutation(len(corpus))
+        pools = np.split(order, range(pool, len(order), pool))
+        order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
+        starts = rng.permutation(per_epoch) * batch_size
+        skipped = first - epoch * per_epoch if epoch == first // per_epoch else 0
+        for index in range(skipped, per_epoch):
+            rows = order[starts[index] : starts[index] + batch_size]
+            draws = np.random.default_rng((seed, epoch, index))
+            yield make_batch(corpus, rows, num_anchors, num_draft, draws)
 
 
 def make_batch(
-    corpus: Corpus, rows: Int[np.ndarray, " B"], num_anchors: int, num_draft: int, seed: int
+    corpus: Corpus,
+    rows: Sequence[int],
+    num_anchors: int,
+    num_draft: int,
+    rng: np.random.Generator,
 ) -> Batch:
     """Anchors are response positions with at least one token after them, drawn without repeats;
     a response shorter than that fills the rest with blocks that carry no label."""
-    rng = np.random.default_rng(seed)
     width = max(len(corpus.tokens[row]) for row in rows)
     width += -width % 64
     ids = np.zeros((len(rows), width + num_draft), dtype=np.int64)
@@ -117,5 +133,37 @@ def make_batch(
         last[place, : len(chosen)] = len(tokens) - 1
     position = anchors[..., None] + np.arange(1, num_draft + 1)
     labels = np.take_along_axis(ids[:, None], position, axis=-1)
-    arrays = ids[:, :width], anchors, labels, position <= last
+    valid = position <= last
+    labelled = np.flatnonzero(valid)
+    arrays = ids[:, :width], anchors, labels, valid, labelled
     return Batch(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
+
+
+def prefetch(source: Iterator[Batch], depth: int = 4) -> Iterator[Batch]:
+    """Draw from `source` on a thread, up to `depth` batches ahead; its errors surface here."""
+    ready: queue.Queue[Batch | BaseException] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Batch | BaseException) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                return ready.put(item, timeout=0.1)
+
+    def work() -> None:
+        try:
+            for batch in source:
+                put(batch)
+                if stop.is_set():
+                    return
+        except BaseException as error:  # handed to the consumer, which raises it
+            put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()

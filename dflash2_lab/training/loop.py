@@ -13,7 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -24,7 +26,7 @@ from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.target import Target, features
-from dflash2_lab.training.data import Batch, Corpus, batch_rows, make_batch
+from dflash2_lab.training.data import Batch, Corpus, batches, make_batch, prefetch
 from dflash2_lab.training.losses import backbone_loss, selector_loss, slot_weights
 
 log = logging.getLogger(__name__)
@@ -59,8 +61,9 @@ def train(
     validation: Corpus,
     config: TrainConfig,
     out: Path,
-) -> Drafter:
-    """Train `drafter` in place (on the target's device and dtype) and save it under `out`.
+) -> dict[str, Any]:
+    """Train `drafter` in place (on the target's device and dtype), save it as `out/drafter` and
+    return the last report.
 
     Resumes from `out/checkpoint.pt` when its config is the same; another config is a `LabError`.
     """
@@ -78,10 +81,20 @@ def train(
     first = _restore(out / "checkpoint.pt", config, masters, optimizer)
     with torch.no_grad():
         torch._foreach_copy_(params, masters)
+    source = prefetch(
+        batches(
+            corpus,
+            config.batch_size,
+            config.num_anchors,
+            drafter.settings.num_draft,
+            config.seed,
+            first,
+        )
+    )
     started = time.perf_counter()
     progress = tqdm(range(first, config.steps), initial=first, total=config.steps, desc="train")
     for step in progress:
-        batch = _batch(corpus, config, drafter.settings.num_draft, step).to(target.device)
+        batch = next(source).to(target.device)
         losses = step_losses(target, drafter, batch, config)
         total = losses["backbone"] + config.selector_weight * losses.get("selector", 0.0)
         total.backward()
@@ -111,7 +124,7 @@ def train(
             _checkpoint(out / "checkpoint.pt", config, masters, optimizer, step + 1)
     drafter.eval()
     save_drafter(drafter, out / "drafter")
-    return drafter
+    return json.loads((out / "train.jsonl").read_text().splitlines()[-1])
 
 
 def schedule(step: int, config: TrainConfig) -> float:
@@ -128,8 +141,7 @@ def step_losses(
     """Backbone loss, and the selector's for DFlash 2, of one batch."""
     hidden, teacher = forward_batch(target, drafter, batch)
     weights = slot_weights(batch.valid, config.decay)
-    # Only rows with a label reach the head; a batch always has some.
-    kept = batch.valid.flatten().nonzero()[:, 0]
+    kept = batch.labelled  # only rows with a label reach the head
     hidden, teacher = hidden.flatten(0, 2)[kept], teacher.flatten(0, 2)[kept]
     labels, weights = batch.labels.flatten()[kept], weights.flatten()[kept]
     head = target.head.weight
@@ -174,7 +186,8 @@ def validate(
     drafter.eval()
     for start in range(0, len(corpus), config.batch_size):
         rows = list(range(len(corpus)))[start : start + config.batch_size]
-        batch = make_batch(corpus, rows, 16, num_draft, config.seed).to(target.device)
+        rng = np.random.default_rng(config.seed)
+        batch = make_batch(corpus, rows, 16, num_draft, rng).to(target.device)
         hidden, _ = forward_batch(target, drafter, batch)
         logits = drafter.logits(hidden.flatten(0, 2), target.head)
         unary, ids = torch.topk(logits, 16, dim=-1)
@@ -197,11 +210,6 @@ def validate(
     if drafter.settings.kind == "dflash2":
         result["selector_accuracy"] = rates[2]
     return result
-
-
-def _batch(corpus: Corpus, config: TrainConfig, num_draft: int, step: int) -> Batch:
-    rows = batch_rows(corpus, config.batch_size, config.seed, step)
-    return make_batch(corpus, rows, config.num_anchors, num_draft, config.seed + step)
 
 
 def _checkpoint(

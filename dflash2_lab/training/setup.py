@@ -4,6 +4,7 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.models.config import DrafterConfig
 from dflash2_lab.models.drafter import Drafter, build_drafter
 from dflash2_lab.target import Target
+from dflash2_lab.training.data import Corpus
 
 KINDS = ("dflash", "dflash2")
 
@@ -72,3 +73,17 @@ def new_drafter(
         **(second if kind == "dflash2" else {}),
     )
     return build_drafter(config, seed=seed)
+
+
+def unused_token(target: Target, corpus: Corpus) -> int:
+    """The highest special token that neither ends, starts or pads text nor occurs in the corpus.
+
+    Raises `LabError` when there is none: then a mask token must be named.
+    """
+    tokenizer = target.tokenizer
+    taken = {tokenizer.bos_token_id, tokenizer.pad_token_id, *target.eos_token_ids}
+    special = sorted(set(tokenizer.added_tokens_decoder) - taken, reverse=True)
+    for token in special:
+        if token < target.vocab_size and not any((row == token).any() for row in corpus.tokens):
+            return token
+    raise LabError("mask_token_id: no special token is unused by the text; name one")

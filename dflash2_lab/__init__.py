@@ -1,0 +1,53 @@
+"""dflash2_lab: where does a block-parallel drafter lose acceptance, and what does each fix buy?
+
+The names below are the public surface; each is imported on first use, so that statistics and plots
+never pull in torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash2_lab import plots
+    from dflash2_lab.errors import LabError
+    from dflash2_lab.models.io import load_drafter, save_drafter
+    from dflash2_lab.prompts import load_prompts
+    from dflash2_lab.record import record
+    from dflash2_lab.replay import replay
+    from dflash2_lab.tables import Run
+    from dflash2_lab.target import load_target
+    from dflash2_lab.trace import import_traces, trace
+
+__all__ = [
+    "LabError",
+    "Run",
+    "import_traces",
+    "load_drafter",
+    "load_prompts",
+    "load_target",
+    "plots",
+    "record",
+    "replay",
+    "save_drafter",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> object:
+    homes = {
+        "LabError": "errors",
+        "Run": "tables",
+        "import_traces": "trace",
+        "load_drafter": "models.io",
+        "load_prompts": "prompts",
+        "load_target": "target",
+        "record": "record",
+        "replay": "replay",
+        "save_drafter": "models.io",
+        "trace": "trace",
+    }
+    if name == "plots":
+        return import_module("dflash2_lab.plots")
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{homes[name]}"), name)

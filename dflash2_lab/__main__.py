@@ -1,0 +1,7 @@
+"""`python -m dflash2_lab`."""
+
+import sys
+
+from dflash2_lab.cli import main
+
+sys.exit(main())

@@ -1,0 +1,271 @@
+"""The command line: parses arguments, shows progress and results, turns errors into exit codes.
+
+Exit codes: 0 done, 1 a check failed, 2 bad input. With --json one JSON object goes to standard
+output; everything else (progress, log, warnings) goes to standard error.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dflash2_lab.errors import LabError
+
+EPILOG = """\
+examples:
+  dflash2-lab reproduce --out runs/reproduce
+  dflash2-lab trace --prompts prompts.jsonl --max-new-tokens 96 --out runs/traces
+  dflash2-lab record --drafter zoo:dflash2 --traces runs/traces --out runs/dflash2
+  dflash2-lab replay runs/dflash2 --policy selector --json
+  dflash2-lab record --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 \\
+      --prompts gsm8k --limit 32 --device cuda --dtype bfloat16 --out runs/qwen3-4b
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = parser().parse_args(argv)
+    level = logging.DEBUG if arguments.verbose else logging.INFO
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s", force=True)
+    for noisy in ("httpx", "urllib3", "filelock", "fsspec", "asyncio", "jax"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        result = arguments.run(arguments)
+    except LabError as error:
+        print(f"dflash2-lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dflash2-lab: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    print(json.dumps(result["json"]) if arguments.json else result["text"])
+    return result.get("code", 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    top = argparse.ArgumentParser(
+        prog="dflash2-lab",
+        description="Measure where a block-parallel speculative drafter loses acceptance, and what "
+        "each fix buys.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (summary, options) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        options(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_argument("--verbose", action="store_true", help="log details")
+    return top
+
+
+def _target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--target",
+        default="smollm2-135m",
+        help="target model: smollm2-135m (ships as a package), a hub id, a folder, or a .gguf file",
+    )
+    command.add_argument(
+        "--device", default=None, help="cpu or cuda; default: cuda if there is one"
+    )
+    command.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of target and drafter",
+    )
+
+
+def _prompts(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prompts",
+        default=None,
+        metavar="SPEC",
+        help='JSON lines file with {"id", "turns": [...]} a line; "default" (the project\'s own); '
+        '"self:N" (N prompts written by the target); or gsm8k, math500, humaneval, mbpp, mt_bench',
+    )
+    command.add_argument("--limit", type=int, default=None, help="use only the first N prompts")
+    command.add_argument("--system", default=None, help="system prompt (default: the template's)")
+    command.add_argument(
+        "--template-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the chat template, for example enable_thinking=false; repeatable",
+    )
+
+
+def _sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-new-tokens", type=int, default=96, help="response tokens at most")
+    command.add_argument(
+        "--max-total", type=int, default=None, help="prompt and response tokens at most"
+    )
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--top-k", type=int, default=0, help="0 is off")
+    command.add_argument("--samples", type=int, default=1, help="responses a prompt")
+    command.add_argument("--seed", type=int, default=0)
+
+
+def _trace_options(command: argparse.ArgumentParser) -> None:
+    _target(command)
+    _prompts(command)
+    _sampling(command)
+    command.add_argument(
+        "--trace-batch-size", type=int, default=32, help="requests decoded together"
+    )
+    command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
+    command.set_defaults(run=_lazy("trace"))
+
+
+def _record_options(command: argparse.ArgumentParser) -> None:
+    _target(command)
+    command.add_argument(
+        "--drafter", required=True, help="a folder, a hub id, or zoo:dflash, zoo:dflash2"
+    )
+    command.add_argument(
+        "--traces",
+        type=Path,
+        default=None,
+        help="a trace run to record on; without it, the prompts are traced first",
+    )
+    _prompts(command)
+    _sampling(command)
+    command.add_argument(
+        "--trace-batch-size", type=int, default=32, help="requests decoded together"
+    )
+    command.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        help="policy to record, repeatable: top1, sampled, selector, selector_greedy, markov, "
+        "markov_greedy (default: all the drafter has)",
+    )
+    command.add_argument("--anchor-stride", type=int, default=1, help="record every n-th anchor")
+    command.add_argument("--batch-size", type=int, default=8, help="traces a target pass and shard")
+    command.add_argument("--memory-gb", type=float, default=0.5, help="working memory of one pass")
+    command.add_argument(
+        "--keep-candidates", action="store_true", help="store candidate ids and scores"
+    )
+    command.add_argument("--no-attention", action="store_true", help="leave attention shares out")
+    command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
+    command.set_defaults(run=_lazy("record"))
+
+
+def _replay_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, help="a record run")
+    command.add_argument(
+        "--policy", action="append", default=[], help="repeatable; also oracle@k (default: all)"
+    )
+    command.add_argument("--num-draft", type=int, default=None, help="a shorter verify window")
+    command.add_argument("--acceptance", default="token", choices=("token", "block"))
+    command.set_defaults(run=_lazy("replay"))
+
+
+def _train_options(command: argparse.ArgumentParser) -> None:
+    _target(command)
+    command.add_argument("--kind", default="dflash2", choices=("dflash", "dflash2"))
+    command.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        required=True,
+        help="a trace run, or a Parquet file with prompt_ids and response_ids; repeatable",
+    )
+    command.add_argument(
+        "--mask-token-id", type=int, default=None, help="an id the text never uses"
+    )
+    command.add_argument("--num-layers", type=int, default=5)
+    command.add_argument("--intermediate-size", type=int, default=None, help="default: target's")
+    command.add_argument("--block-size", type=int, default=8, help="the anchor counted")
+    command.add_argument("--steps", type=int, default=1000)
+    command.add_argument("--batch-size", type=int, default=64, help="sequences a step")
+    command.add_argument("--num-anchors", type=int, default=64, help="blocks a sequence")
+    command.add_argument("--max-length", type=int, default=512, help="tokens a sequence")
+    command.add_argument("--learning-rate", type=float, default=1e-3)
+    command.add_argument(
+        "--soft-labels", type=float, default=0.5, help="weight of the target's law"
+    )
+    command.add_argument("--decay", type=float, default=4.0, help="loss decay over slots")
+    command.add_argument(
+        "--held-out", type=int, default=64, help="sequences a source to validate on"
+    )
+    command.add_argument("--report-every", type=int, default=200, help="steps")
+    command.add_argument("--checkpoint-every", type=int, default=1000, help="steps")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
+    command.set_defaults(run=_lazy("train"))
+
+
+def _inspect_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", help="a folder, a hub id, or zoo:NAME")
+    command.add_argument("--target", default=None, help="also check that it fits this target")
+    command.set_defaults(run=_lazy("inspect"))
+
+
+def _figures_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "runs", nargs="+", metavar="[NAME=]RUN", help="record runs, shown in this order"
+    )
+    command.add_argument("--out", type=Path, required=True, help="folder for the figures")
+    command.add_argument(
+        "--format", action="append", default=[], help="json, html, png, svg; repeatable (all four)"
+    )
+    command.set_defaults(run=_lazy("figures"))
+
+
+def _reproduce_options(command: argparse.ArgumentParser) -> None:
+    _target(command)
+    command.add_argument("--limit", type=int, default=24, help="prompts")
+    command.add_argument("--max-new-tokens", type=int, default=96)
+    command.add_argument("--drafter", action="append", default=[], help="default: both of the zoo")
+    command.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="run folder")
+    command.set_defaults(run=_lazy("reproduce"))
+
+
+def _bench_options(command: argparse.ArgumentParser) -> None:
+    kinds = command.add_subparsers(title="benchmarks", metavar="BENCH", required=True)
+    record = kinds.add_parser(
+        "record",
+        help="time recording against stepping the reference package, and attention shares",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _target(record)
+    record.add_argument("--drafter", default="zoo:dflash2")
+    record.add_argument("--limit", type=int, default=4, help="prompts")
+    record.add_argument("--max-new-tokens", type=int, default=96)
+    record.add_argument("--repeats", type=int, default=5)
+    record.add_argument("--out", type=Path, default=Path("runs/bench-record"), help="run folder")
+    record.set_defaults(run=_lazy("bench_record"))
+
+
+def _lazy(name: str) -> Callable[[argparse.Namespace], dict[str, object]]:
+    # torch and transformers take seconds to import; --help and bad options should not wait for them
+    def run(arguments: argparse.Namespace) -> dict[str, object]:
+        from dflash2_lab import commands
+
+        return getattr(commands, name)(arguments)
+
+    return run
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "trace": ("write the target's own continuations of prompts", _trace_options),
+    "record": ("record what a drafter does at every anchor of traces", _record_options),
+    "replay": ("acceptance of each policy from a recording, without a model", _replay_options),
+    "train": ("train a DFlash or DFlash 2 drafter on traces", _train_options),
+    "inspect": ("show a drafter checkpoint and every problem in it", _inspect_options),
+    "figures": ("draw the figures of one or more record runs", _figures_options),
+    "reproduce": (
+        "the main job: trace, record, replay and draw the zoo drafters",
+        _reproduce_options,
+    ),
+    "bench": ("benchmarks", _bench_options),
+}

@@ -1,0 +1,219 @@
+"""What each command does with its parsed arguments; returns text for people and JSON for programs.
+
+A result is {"text": str, "json": dict}; `cli` prints one of them.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.figures import FORMATS, save_figures
+from dflash2_lab.models.inspect import inspect_checkpoint
+from dflash2_lab.models.io import load_drafter
+from dflash2_lab.prompts import load_prompts
+from dflash2_lab.record import record as record_traces
+from dflash2_lab.report import summarise, text_report
+from dflash2_lab.reproduce import draw_all, main_job
+from dflash2_lab.tables import Run, assert_comparable
+from dflash2_lab.target import Target, load_target
+from dflash2_lab.trace import trace as trace_prompts
+from dflash2_lab.training.data import load_corpus
+from dflash2_lab.training.loop import TrainConfig
+from dflash2_lab.training.loop import train as train_drafter
+from dflash2_lab.training.setup import new_drafter, unused_token
+
+Result = dict[str, object]
+
+
+def _device(arguments: argparse.Namespace) -> str:
+    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _target(arguments: argparse.Namespace) -> Target:
+    return load_target(arguments.target, dtype=arguments.dtype, device=_device(arguments))
+
+
+def _template_options(pairs: list[str]) -> dict[str, object]:
+    words = {"true": True, "false": False}
+    options: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise LabError(f"--template-option: found {pair!r}, expected KEY=VALUE")
+        options[key] = words.get(value.lower(), value)
+    return options
+
+
+def _traced(arguments: argparse.Namespace, target: Target, out: Path) -> Run:
+    prompts = load_prompts(
+        arguments.prompts or "default",
+        limit=arguments.limit,
+        system=arguments.system,
+        template_options=_template_options(arguments.template_option),
+        target=target,
+        seed=arguments.seed,
+    )
+    return trace_prompts(
+        target,
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        max_total=arguments.max_total,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        samples=arguments.samples,
+        batch_size=arguments.trace_batch_size,
+        out=out,
+    )
+
+
+def trace(arguments: argparse.Namespace) -> Result:
+    """Trace prompts into a run folder."""
+    run = _traced(arguments, _target(arguments), arguments.out)
+    frame = run.traces
+    counts = {
+        "folder": str(arguments.out),
+        "num_requests": len(frame),
+        "num_response_tokens": int(frame["response_ids"].map(len).sum()),
+        "finish": frame["finish"].value_counts().sort_index().to_dict(),
+        "prompt_set_hash": run.info.get("prompt_set_hash"),
+    }
+    text = (
+        f"{counts['num_requests']} responses, {counts['num_response_tokens']} tokens "
+        f"({', '.join(f'{n} {why}' for why, n in counts['finish'].items())}) in {arguments.out}"
+    )
+    return {"text": text, "json": counts}
+
+
+def record(arguments: argparse.Namespace) -> Result:
+    """Record a drafter on a trace run, or on prompts that are traced first."""
+    if arguments.traces is not None and arguments.prompts is not None:
+        raise LabError("--traces and --prompts exclude each other: traces hold their prompts")
+    traces = Run.open(arguments.traces) if arguments.traces is not None else None
+    target = _target(arguments)
+    drafter = load_drafter(
+        arguments.drafter, target=target, dtype=arguments.dtype, device=_device(arguments)
+    )
+    if traces is None:
+        traces = _traced(arguments, target, arguments.out / "traces")
+    run = record_traces(
+        target,
+        drafter,
+        traces,
+        policies=arguments.policy or None,
+        out=arguments.out,
+        anchor_stride=arguments.anchor_stride,
+        keep_candidates=arguments.keep_candidates,
+        batch_size=arguments.batch_size,
+        memory_gb=arguments.memory_gb,
+        attention=not arguments.no_attention,
+        seed=arguments.seed,
+    )
+    if arguments.anchor_stride > 1:
+        text = f"recorded every {arguments.anchor_stride}th anchor; a replay needs every one"
+        return {"text": f"{text}\n{arguments.out}", "json": {"folder": str(arguments.out)}}
+    summary = summarise(run)
+    text = text_report({drafter.name: summary}) + f"\nrun folder: {arguments.out}"
+    return {"text": text, "json": summary | {"folder": str(arguments.out)}}
+
+
+def replay(arguments: argparse.Namespace) -> Result:
+    """Replay policies of a recorded run."""
+    run = Run.open(arguments.folder)
+    summary = summarise(
+        run,
+        arguments.policy or None,
+        num_draft=arguments.num_draft,
+        acceptance=arguments.acceptance,
+    )
+    text = text_report({summary["drafter"]: summary})
+    if len(arguments.policy) == 1:
+        # One policy: its object alone, under the keys of the vocabulary.
+        shared = {key: value for key, value in summary.items() if key != "policies"}
+        summary = shared | summary["policies"][arguments.policy[0]]
+    return {"text": text, "json": summary}
+
+
+def train(arguments: argparse.Namespace) -> Result:
+    """Train a fresh drafter on traces."""
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    config = TrainConfig(**{k: v for k, v in vars(arguments).items() if k in names})
+    corpus, validation = load_corpus(arguments.data, config.max_length, config.held_out)
+    target = _target(arguments)
+    mask_token_id = arguments.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = unused_token(target, corpus)
+    drafter = new_drafter(
+        target,
+        arguments.kind,
+        mask_token_id=mask_token_id,
+        num_layers=arguments.num_layers,
+        intermediate_size=arguments.intermediate_size,
+        block_size=arguments.block_size,
+        seed=config.seed,
+    )
+    report = train_drafter(target, drafter, corpus, validation, config, arguments.out)
+    text = (
+        f"{arguments.kind} trained for {config.steps} steps on {corpus.num_response_tokens} "
+        f"response tokens; validation recall@1 by slot: "
+        f"{' '.join(f'{value:.3f}' for value in report['recall@1'])}\n"
+        f"drafter: {arguments.out / 'drafter'}"
+    )
+    return {"text": text, "json": report | {"drafter": str(arguments.out / "drafter")}}
+
+
+def inspect(arguments: argparse.Namespace) -> Result:
+    """Show a checkpoint and its problems."""
+    target = None if arguments.target is None else load_target(arguments.target)
+    inspection = inspect_checkpoint(arguments.checkpoint, target)
+    return {
+        "text": inspection.to_text(),
+        "json": inspection.to_dict(),
+        "code": 2 if inspection.problems else 0,
+    }
+
+
+def figures(arguments: argparse.Namespace) -> Result:
+    """Draw all figures of one or more runs."""
+    runs: dict[str, Run] = {}
+    for word in arguments.runs:
+        name, equals, folder = word.rpartition("=")
+        run = Run.open(Path(folder))
+        name = name if equals else run.info["drafter"]["name"]
+        if name in runs:
+            raise LabError(f"two runs are called {name!r}; name them, as in NAME=RUN")
+        runs[name] = run
+    assert_comparable(runs)
+    saved = save_figures(draw_all(runs), arguments.out, tuple(arguments.format) or FORMATS)
+    lines = [*map(str, saved.paths), *([saved.skipped] if saved.skipped else [])]
+    written = {"files": [str(path) for path in saved.paths], "skipped": saved.skipped}
+    return {"text": "\n".join(lines), "json": written}
+
+
+def reproduce(arguments: argparse.Namespace) -> Result:
+    """The main job."""
+    return main_job(
+        _target(arguments),
+        drafters=tuple(arguments.drafter) or ("zoo:dflash", "zoo:dflash2"),
+        limit=arguments.limit,
+        max_new_tokens=arguments.max_new_tokens,
+        out=arguments.out,
+    )
+
+
+def bench_record(arguments: argparse.Namespace) -> Result:
+    """Time recording."""
+    from dflash2_lab.bench import bench_record as bench
+
+    return bench(
+        _target(arguments),
+        arguments.drafter,
+        limit=arguments.limit,
+        max_new_tokens=arguments.max_new_tokens,
+        repeats=arguments.repeats,
+        out=arguments.out,
+    )

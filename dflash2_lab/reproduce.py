@@ -1,0 +1,70 @@
+"""The main job: trace the prompts once, record each drafter on the traces, replay, draw."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash2_lab import plots
+from dflash2_lab.figures import save_figures
+from dflash2_lab.models.io import load_drafter
+from dflash2_lab.prompts import load_prompts
+from dflash2_lab.record import record
+from dflash2_lab.report import summarise, text_report
+from dflash2_lab.tables import Run, assert_comparable, write_atomic
+from dflash2_lab.target import Target
+from dflash2_lab.trace import trace
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+FIGURES = ("recall_by_slot", "acceptance_by_policy", "suffix_decay", "attention_share")
+
+
+def draw_all(runs: Mapping[str, Run]) -> "dict[str, Figure]":
+    """Every figure that the runs' tables allow, by name; attention only where it was recorded."""
+    names = [
+        name
+        for name in FIGURES
+        if name != "attention_share" or all(run.has_table("attention") for run in runs.values())
+    ]
+    return {name: getattr(plots, name)(runs) for name in names}
+
+
+def main_job(
+    target: Target,
+    drafters: Sequence[str],
+    limit: int,
+    max_new_tokens: int,
+    out: Path,
+    prompts: str = "default",
+) -> dict[str, object]:
+    """Tables under `out/traces` and `out/<drafter>`, figures under `out/figures`, the summary in
+    `out/summary.json`; returns {"text", "json"}. What is already there is reused."""
+    started = time.perf_counter()
+    traces = trace(
+        target,
+        load_prompts(prompts, limit=limit),
+        max_new_tokens=max_new_tokens,
+        out=out / "traces",
+    )
+    runs: dict[str, Run] = {}
+    for name in drafters:
+        dtype = str(target.dtype).removeprefix("torch.")
+        drafter = load_drafter(name, target=target, dtype=dtype, device=target.device)
+        folder = out / drafter.name.removeprefix("zoo:")
+        runs[folder.name] = record(target, drafter, traces, out=folder)
+    warnings = assert_comparable(runs)
+    summaries = {name: summarise(run) for name, run in runs.items()}
+    saved = save_figures(draw_all(runs), out / "figures")
+    text = json.dumps(summaries, indent=1, sort_keys=True) + "\n"
+    write_atomic(out / "summary.json", lambda handle: handle.write(text.encode()))
+    lines = [
+        text_report(summaries, warnings),
+        f"tables   {', '.join(str(out / name) for name in runs)}",
+        f"figures  {out / 'figures'} (open the .html files in a browser)",
+        *([f"         {saved.skipped}"] if saved.skipped else []),
+        f"summary  {out / 'summary.json'}   ({time.perf_counter() - started:.0f} s)",
+    ]
+    return {"text": "\n".join(lines), "json": {"out": str(out), "runs": summaries}}
