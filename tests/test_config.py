@@ -145,15 +145,16 @@ def test_bad_layer_types_are_an_error(types, message):
         read_config(zlab(layer_types=types), "x")
 
 
-def test_theta_is_found_in_all_three_places():
+def test_theta_is_found_in_every_place():
     bare = without(zlab(), "rope_parameters")
     places = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
         {"rope_theta": 10000000},
         {"rope_scaling": {"type": "default", "rope_theta": 1e7}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_theta": 1e7}},
     ]
     found = [read_config(bare | place, "x").rope_parameters for place in places]
-    assert found == [{"rope_type": "default", "rope_theta": 1e7}] * 3
+    assert found == [{"rope_type": "default", "rope_theta": 1e7}] * 4
 
 
 def test_missing_theta_is_an_error():

@@ -70,7 +70,10 @@ def test_every_layout_loads_with_all_tensors_in_place(tmp_path, raw, expected):
     assert_same(drafter.state_dict(), random_tensors(raw))
 
 
-@pytest.mark.parametrize("kind", [zlab("dflash"), zlab(), PROJECTED, deepspec()])
+REDUCED = speculators("dspark", draft_vocab_size=16)
+
+
+@pytest.mark.parametrize("kind", [zlab("dflash"), zlab(), PROJECTED, deepspec(), REDUCED])
 @pytest.mark.parametrize("own", [(False, False), (True, False), (False, True), (True, True)])
 def test_expected_tensors_are_those_of_the_module(kind, own):
     config = read_config(kind, "x")

@@ -12,7 +12,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,6 @@ def load_drafter(
     if target is not None:
         size = (target.hidden_size, target.vocab_size, target.num_layers)
         check_against_target(config, *size, target.name)
-        config = replace(config, num_target_layers=target.num_layers)
     stored, problems = scan_checkpoint(folder)
     problems = problems or tensor_problems(vars(config), stored)
     if problems:
