@@ -165,3 +165,11 @@ def test_text_and_dict_hold_the_findings(tmp_path):
         "shared with the target",
     ):
         assert part in text
+
+
+def test_training_leftovers_of_speculators_are_no_problem(tmp_path):
+    spare = {"verifier_lm_head.weight": torch.full((64, 32), float("nan"))}
+    found = inspect_checkpoint(
+        write(tmp_path, speculators(), random_tensors(speculators()) | spare)
+    )
+    assert found.problems == ()
