@@ -8,6 +8,7 @@ end, so that a killed conversion leaves nothing that could be taken for a finish
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -66,7 +67,7 @@ def converted_folder(gguf: Path) -> Path:
     afresh) and a damaged cache (its hashes are checked; it is then converted again).
 
     Raises:
-        LabError: no such file, no `gguf` package, not a GGUF, unmapped tensors, or a full disk.
+        LabError: no such file, no `gguf` or `accelerate` package, not a GGUF, unmapped tensors, or a full disk.
     """
     from filelock import FileLock
 
@@ -147,13 +148,16 @@ def _convert_into(gguf: Path, source_hash: str, folder: Path) -> None:
 
 def _write_checkpoint(gguf: Path, folder: Path, bar: tqdm) -> str:
     """Write config, safetensors and tokenizer into `folder`; return how it was quantised."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise LabError(
-            f"target {gguf}: reading a GGUF needs the package gguf: pip install gguf"
-        ) from error
+    for package in ("gguf", "accelerate"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise LabError(
+                f"target {gguf}: converting a GGUF needs the package {package}: "
+                f"pip install {package}"
+            ) from error
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     try:

@@ -229,11 +229,12 @@ def test_package_is_found_without_being_imported():
     assert gguf_cache.SMOLLM2_PACKAGE not in sys.modules
 
 
-def test_missing_gguf_reader_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_missing_package_of_the_conversion_is_named(tmp_path, monkeypatch, package):
     monkeypatch.setenv("DFLASH2_LAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(LabError, match="pip install gguf"):
+    with pytest.raises(LabError, match=f"pip install {package}"):
         converted_folder(tmp_path / "x.gguf")
 
 
