@@ -67,7 +67,8 @@ def converted_folder(gguf: Path) -> Path:
     afresh) and a damaged cache (its hashes are checked; it is then converted again).
 
     Raises:
-        LabError: no such file, no `gguf` or `accelerate` package, not a GGUF, unmapped tensors, or a full disk.
+        LabError: no such file, not a GGUF, unmapped tensors, a full disk, or no package `gguf` or
+            `accelerate`.
     """
     from filelock import FileLock
 
