@@ -10,6 +10,11 @@ def token_rank(
 ) -> Int[Tensor, " rows"]:
     """Number of tokens that come before `token` in the order (logit descending, id ascending)."""
     value = logits.gather(-1, token[:, None])
-    before = (logits > value).sum(-1)
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    return before + ((logits == value) & (ids < token[:, None])).sum(-1)
+    # int32 sums, since the default would first copy each mask to int64, eight times its size.
+    rank = (logits > value).sum(-1, dtype=torch.int32)
+    tied = ((logits >= value).sum(-1, dtype=torch.int32) - rank > 1).nonzero()[:, 0]
+    if tied.numel():
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        equal = (logits[tied] == value[tied]) & (ids < token[tied, None])
+        rank[tied] += equal.sum(-1, dtype=torch.int32)
+    return rank.long()
