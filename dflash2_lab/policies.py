@@ -68,6 +68,8 @@ def check_policies(policies: Sequence[str], kind: str) -> None:
         raise LabError(
             f"policies: found {list(policies)}, a {kind} drafter has {', '.join(POLICIES[kind])}"
         )
+    if len(set(policies)) < len(policies):
+        raise LabError(f"policies: found {list(policies)}, expected each one once")
 
 
 def candidates(block: Block) -> Candidates:

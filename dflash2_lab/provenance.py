@@ -1,12 +1,16 @@
-"""What a run.json says about the machine and the software that made the run."""
+"""What a run.json says about the machine, the software and the inputs that made the run."""
 
+import hashlib
 import platform
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import torch
+from torch import nn
 
 PACKAGES = ("dflash2-lab", "torch", "transformers", "triton", "numpy", "pandas", "pyarrow")
 
@@ -32,6 +36,24 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def token_hash(frame: pd.DataFrame) -> str:
+    """sha256 over the token ids of all traces, in order."""
+    digest = hashlib.sha256()
+    for row in frame.itertuples(index=False):
+        for ids in (row.prompt_ids, row.response_ids):
+            digest.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def weights_hash(drafter: nn.Module) -> str:
+    """sha256 over the weights as they are now, which may be no longer those of their file."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _version(package: str) -> str | None:

@@ -8,7 +8,7 @@ a killed run goes on where it stopped).
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,16 @@ from dflash2_lab.attention_sums import AttentionSums
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.token_rank import token_rank
 from dflash2_lab.models.attention import merged_attention, uniform_share
+from dflash2_lab.models.config import check_against_target
 from dflash2_lab.models.drafter import ContextKeys, Drafter
 from dflash2_lab.models.io import drafter_identity
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, check_policies, propose
-from dflash2_lab.provenance import environment
+from dflash2_lab.provenance import environment, token_hash, weights_hash
+from dflash2_lab.record_tables import anchor_table, slot_tables
 from dflash2_lab.sampling import Sampling, row_key, uniforms
 from dflash2_lab.schema import empty_frame
-from dflash2_lab.tables import Run, read_run_info, shard_done, write_run_info, write_shard
+from dflash2_lab.tables import Run, open_folder, shard_done, write_run_info, write_shard
 from dflash2_lab.target import Target, features
 
 
@@ -83,12 +85,13 @@ def record(
     chosen = tuple(policies) if policies else default_policies(drafter, sampling)
     check_policies(chosen, drafter.settings.kind)
     settings = RecordOptions(chosen, anchor_stride, keep_candidates=keep_candidates, **options)
+    size = (target.hidden_size, target.vocab_size, target.num_layers)
+    check_against_target(drafter.settings, *size, target.name)
     frame = traces.traces
-    if not (frame["response_ids"].map(len) >= 2).any():
-        raise LabError("traces: no response has two tokens, so there is no slot to record")
+    _check_traces(frame, target)
     info = run_info(target, drafter, traces, settings)
     folder = Path(out) if out else Path(tempfile.mkdtemp(prefix="dflash2-lab-record-"))
-    _open_folder(folder, info)
+    open_folder(folder, info)
     num_shards = -(-len(frame) // settings.batch_size)
     anchors = int((frame["response_ids"].map(len) - 1).clip(lower=0).sum())
     progress = tqdm(total=anchors, desc=f"record {drafter.name}", unit="anchor", delay=2)
@@ -100,7 +103,23 @@ def record(
                 write_shard(folder, name, shard, tables[name])
         progress.update(int((rows["response_ids"].map(len) - 1).clip(lower=0).sum()))
     progress.close()
+    write_run_info(folder, info | {"complete": True})
     return Run.open(folder)
+
+
+def _check_traces(frame: pd.DataFrame, target: Target) -> None:
+    if not (frame["response_ids"].map(len) >= 2).any():
+        raise LabError("traces: no response has two tokens, so there is no slot to record")
+    for row in frame.itertuples(index=False):
+        where = f"traces: prompt {row.prompt_id!r}, turn {row.turn}, sample {row.sample}"
+        if len(row.prompt_ids) == 0:
+            raise LabError(f"{where}: the prompt has no token, so the first anchor has no context")
+        highest = np.concatenate([row.prompt_ids, row.response_ids]).max()
+        if highest >= target.vocab_size:
+            raise LabError(
+                f"{where}: found token {highest}, but target {target.name} has "
+                f"{target.vocab_size} tokens (traced with another target?)"
+            )
 
 
 def default_policies(drafter: Drafter, sampling: Sampling) -> tuple[str, ...]:
@@ -123,6 +142,7 @@ def run_info(
         "drafter": (drafter_identity(drafter.name_or_path) if drafter.name_or_path else {})
         | {
             "name": drafter.name,
+            "weights_hash": weights_hash(drafter),
             "kind": settings.kind,
             "num_draft": settings.num_draft,
             "block_size": settings.block_size,
@@ -132,6 +152,7 @@ def run_info(
         },
         "sampling": traces.info["sampling"],
         "prompt_set_hash": traces.info.get("prompt_set_hash"),
+        "token_hash": token_hash(frame),
         "template": traces.info.get("template"),
         "trace_target": traces.info.get("target"),
         "on_policy": bool(frame["on_policy"].all()),
@@ -143,23 +164,8 @@ def run_info(
         "attention": options.attention,
         "seeds": {"record": options.seed, "trace": traces.info.get("seed")},
         "environment": environment(target.device),
+        "complete": False,
     }
-
-
-def _open_folder(folder: Path, info: Mapping[str, object]) -> None:
-    """Start a run, or check that the one in the folder has the same settings."""
-    if not (folder / "run.json").exists():
-        if folder.is_dir() and any(folder.glob("*.parquet")):
-            raise LabError(f"{folder}: holds tables but no run.json, so they cannot be trusted")
-        write_run_info(folder, info)
-        return
-    found = read_run_info(folder)
-    changed = [name for name in info if name != "environment" and found.get(name) != info[name]]
-    if changed:
-        raise LabError(
-            f"{folder}: holds another run; {changed[0]} is {found.get(changed[0])!r} there and "
-            f"{info[changed[0]]!r} here. Choose another folder or delete this one."
-        )
 
 
 @torch.inference_mode()
@@ -251,18 +257,8 @@ def record_trace(
             outputs.setdefault(name, []).append(value.cpu().numpy())
     key = {"prompt_id": row.prompt_id, "turn": row.turn, "sample": row.sample}
     values = {name: np.concatenate(parts) for name, parts in outputs.items()}
-    tables = slot_tables(key, recorded, length, np.asarray(row.logprob), values, options)
-    tables["anchors"] = pd.DataFrame(
-        key
-        | {
-            "anchor": recorded,
-            "context_len": prompt_length + recorded,
-            "num_slots": np.minimum(num_draft, length - 1 - recorded),
-            "response_len": length,
-            "finish": row.finish,
-            "dataset": row.dataset,
-        }
-    )
+    tables = slot_tables(key, recorded, length, np.asarray(row.logprob), values, options.policies)
+    tables["anchors"] = anchor_table(key, recorded, row, num_draft)
     if sums is not None:
         tables["attention"] = sums.frame(key)
     return tables
@@ -324,6 +320,10 @@ def draft_tile(
 def tile_values(block: Block, options: RecordOptions) -> dict[str, Tensor]:
     """Everything that the tables keep of a tile, one row an anchor: [n, P] or [n, P, ...]."""
     found = candidates(block)
+    if not torch.isfinite(found.unary[..., 0]).all():
+        raise LabError(
+            f"drafter {block.drafter.name}: the output head gives values that are not finite"
+        )
     rank = token_rank(block.logits.flatten(0, 1), block.targets.flatten())
     values = {"target_token": block.targets, "target_rank": rank.view_as(block.targets)}
     for policy in options.policies:
@@ -333,59 +333,3 @@ def tile_values(block: Block, options: RecordOptions) -> dict[str, Tensor]:
         if found.first is not None:
             values |= {"candidates/first": found.first, "candidates/lattice": found.lattice}
     return values
-
-
-def slot_tables(
-    key: Mapping[str, object],
-    anchors: Int[np.ndarray, " n"],
-    length: int,
-    logprob: Float[np.ndarray, " R"],
-    values: Mapping[str, np.ndarray],
-    options: RecordOptions,
-) -> dict[str, pd.DataFrame]:
-    """Tables `slots`, `paths` and `candidates` of one trace: only slots that have a target."""
-    num_draft = values["target_token"].shape[1]
-    index = anchors[:, None] + np.arange(1, num_draft + 1)
-    kept = index < length
-    rows = dict(key) | {
-        "anchor": np.broadcast_to(anchors[:, None], index.shape)[kept],
-        "slot": np.broadcast_to(np.arange(1, num_draft + 1), index.shape)[kept],
-    }
-    target = values["target_token"][kept]
-    tables = {
-        "slots": pd.DataFrame(
-            rows
-            | {
-                "target_token": target,
-                "target_rank": values["target_rank"][kept],
-                "p_target": np.exp(logprob[index[kept]]),
-            }
-        )
-    }
-    paths = []
-    for policy in options.policies:
-        token = values[f"{policy}/token"][kept]
-        q_target = values[f"{policy}/q_target"][kept]
-        columns = {"policy": policy, "token": token, "hit": token == target, "q_target": q_target}
-        paths.append(pd.DataFrame(rows | columns))
-    tables["paths"] = pd.concat(paths, ignore_index=True)
-    if options.keep_candidates:
-        tables["candidates"] = pd.DataFrame(rows | _candidate_columns(values, kept))
-    return tables
-
-
-def _candidate_columns(values: Mapping[str, np.ndarray], kept: np.ndarray) -> dict[str, list]:
-    """Lists a slot: candidate ids, unary scores, and pairwise scores [previous, own] flattened
-    (one row for the first slot, whose predecessor is the anchor; none without a selector)."""
-    pairwise: list[np.ndarray] = [np.zeros(0, np.float32)] * int(kept.sum())
-    if "candidates/lattice" in values:
-        first, lattice = values["candidates/first"], values["candidates/lattice"]
-        pairwise = [
-            first[row] if slot == 0 else lattice[row, slot - 1].ravel()
-            for row, slot in zip(*np.nonzero(kept), strict=True)
-        ]
-    return {
-        "ids": list(values["candidates/ids"][kept]),
-        "unary": list(values["candidates/unary"][kept]),
-        "pairwise": pairwise,
-    }

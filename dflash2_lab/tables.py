@@ -160,6 +160,28 @@ def read_run_info(folder: Path) -> dict[str, Any]:
     return _versioned(info, str(path))
 
 
+def open_folder(folder: Path, info: Mapping[str, Any]) -> None:
+    """Start a run in `folder`, or check that the one already there has the settings of `info`.
+
+    What may differ between a run and its continuation is not compared: `environment`, `complete`.
+
+    Raises:
+        LabError: tables without run.json, or a run of other settings.
+    """
+    if not (folder / RUN_INFO_FILE).is_file():
+        if any(folder.glob("*.parquet")):
+            raise LabError(f"{folder}: holds tables but no {RUN_INFO_FILE}; choose another folder")
+        write_run_info(folder, info)
+        return
+    found = read_run_info(folder)
+    for key, value in info.items():
+        if key not in ("environment", "complete") and found.get(key) != value:
+            raise LabError(
+                f"{folder}: holds another run, {key} is {found.get(key)!r} there and {value!r} "
+                "here; choose another folder or delete this one"
+            )
+
+
 def _versioned(info: Mapping[str, Any], where: str) -> dict[str, Any]:
     version = info.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:

@@ -19,14 +19,7 @@ from dflash2_lab.prompts import Prompt, prompt_set_hash, render
 from dflash2_lab.provenance import environment
 from dflash2_lab.sampling import Sampling, row_key
 from dflash2_lab.schema import SCHEMA_VERSION
-from dflash2_lab.tables import (
-    RUN_INFO_FILE,
-    Run,
-    read_run_info,
-    shard_done,
-    write_run_info,
-    write_shard,
-)
+from dflash2_lab.tables import Run, open_folder, shard_done, write_run_info, write_shard
 from dflash2_lab.target import Target
 
 _SHARD_BATCHES = 4  # batches a shard: enough to sort prompts by length, few enough to lose
@@ -84,7 +77,9 @@ def trace(
     info |= {"origin": "generated", "seed": seed, "samples": samples, "batch_size": batch_size}
     info |= {"prompt_set_hash": prompt_set_hash(target, prompts), "template": _template(prompts)}
     info |= {"num_prompts": len(prompts), "on_policy": True}
-    folder = open_folder(out, info)
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        open_folder(folder, info)
 
     jobs = [_Job(prompt, sample) for prompt in prompts for sample in range(samples)]
     size = _SHARD_BATCHES * batch_size
@@ -120,26 +115,6 @@ def run_info(target: Target, sampling: Sampling) -> dict[str, Any]:
         "environment": environment(target.device),
         "complete": False,
     }
-
-
-def open_folder(out: str | Path | None, info: Mapping[str, Any]) -> Path | None:
-    """Start or resume the run folder; a run of other settings must not be mixed into it."""
-    if out is None:
-        return None
-    folder = Path(out)
-    if not (folder / RUN_INFO_FILE).is_file():
-        if any(folder.glob("traces*.parquet")):
-            raise LabError(f"{folder}: holds tables but no {RUN_INFO_FILE}; choose another folder")
-        write_run_info(folder, info)
-        return folder
-    found = read_run_info(folder)
-    for key, value in info.items():
-        if key not in ("environment", "complete") and found.get(key) != value:
-            raise LabError(
-                f"{folder}: holds another run, {key} is {found.get(key)!r} there and {value!r} "
-                "here; choose another folder or delete this one"
-            )
-    return folder
 
 
 def _template(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:

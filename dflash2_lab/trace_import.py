@@ -16,9 +16,9 @@ from tqdm import tqdm
 from dflash2_lab.errors import LabError
 from dflash2_lab.generate import pad_left
 from dflash2_lab.sampling import Sampling, token_logprobs
-from dflash2_lab.tables import Run, write_run_info, write_shard
+from dflash2_lab.tables import Run, open_folder, write_run_info, write_shard
 from dflash2_lab.target import Target, positions_from_mask
-from dflash2_lab.trace import open_folder, run_info
+from dflash2_lab.trace import run_info
 
 _LOGIT_BYTES = 2**28  # of one pass, in float32
 # How far below the best logit a token still ties with it, relative to the best logit's size.
@@ -71,10 +71,11 @@ def import_traces(
         )
     info = run_info(target, sampling) | {"origin": "imported", "on_policy": not off}
     info |= {"prompt_set_hash": _ids_hash(records), "num_prompts": len(records)}
-    folder = open_folder(out, info)
     frame = pd.DataFrame(records)
-    if folder is None:
+    if out is None:
         return Run.in_memory(info | {"complete": True}, {"traces": frame})
+    folder = Path(out)
+    open_folder(folder, info)
     write_shard(folder, "traces", 0, frame)
     write_run_info(folder, info | {"complete": True})
     return Run.open(folder)

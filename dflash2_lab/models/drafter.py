@@ -136,10 +136,14 @@ class Drafter(PreTrainedModel):
     ) -> Float[Tensor, "*rows V"]:
         """Unary draft logits over the target's vocabulary, multiplied and capped as configured.
 
-        Tokens outside a reduced draft vocabulary get -inf.
+        Tokens outside a reduced draft vocabulary get -inf. `hidden` comes in the target's dtype.
         """
-        head = target_head if self.lm_head is None else self.lm_head
-        logits = head(hidden) * self.settings.output_multiplier
+        if self.lm_head is not None:
+            target_head, hidden = self.lm_head, hidden.to(self.dtype)
+        # A strided view (slots without the anchor row) would become one small product a block.
+        logits = target_head(hidden.contiguous())
+        if self.settings.output_multiplier != 1.0:
+            logits = logits * self.settings.output_multiplier
         return self.to_target_vocab(softcap(logits, self.settings.final_logit_softcapping))
 
     def to_target_vocab(self, logits: Float[Tensor, "*rows V0"]) -> Float[Tensor, "*rows V"]:

@@ -32,15 +32,20 @@ class CandidateSelector(nn.Module):
         self, ids: Int[Tensor, "*rows"], embedding: Float[Tensor, "V H"]
     ) -> Float[Tensor, "*rows r"]:
         if self.projected:
-            return self.predecessor_projection(embedding[ids])
+            return self._project(self.predecessor_projection, embedding[ids])
         return self.predecessor_codebook[ids]
 
     def successor(
         self, ids: Int[Tensor, "*rows"], embedding: Float[Tensor, "V H"]
     ) -> Float[Tensor, "*rows r"]:
         if self.projected:
-            return self.successor_projection(embedding[ids])
+            return self._project(self.successor_projection, embedding[ids])
         return self.successor_codebook[ids]
+
+    @staticmethod
+    def _project(projection: nn.Linear, rows: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows r"]:
+        # The target may be held in another dtype than its drafter.
+        return projection(rows.to(projection.weight.dtype))
 
     def tables(self, embedding: Float[Tensor, "V H"]) -> dict[str, Float[Tensor, "V r"]]:
         """The two codebooks of the published form, by their published names."""
