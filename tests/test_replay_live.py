@@ -1,0 +1,101 @@
+"""A greedy replay is the published package's decode, block by block, and recall measured on a trace
+is recall in the decode (case F8)."""
+
+import numpy as np
+import pytest
+from helpers import END_ID, MASK_ID, tiny_target
+from reference import assert_replay_is_the_decode, live_ranks, whole
+
+from dflash2_lab.models.io import load_drafter
+from dflash2_lab.prompts import Prompt, load_prompts
+from dflash2_lab.published import PublishedDecoder, published_model
+from dflash2_lab.record import record
+from dflash2_lab.stats import recall_by_slot
+from dflash2_lab.trace import trace
+from dflash2_lab.training.data import Corpus
+from dflash2_lab.training.loop import TrainConfig, train
+from dflash2_lab.training.setup import new_drafter
+
+POLICY = {"dflash": "top1", "dflash2": "selector"}
+LIMIT = 32
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A target whose answers end at different lengths, and traces of twenty prompts."""
+    ends = [END_ID, *range(100, 106)]
+    target = tiny_target(num_hidden_layers=6, eos_token_id=ends)
+    prompts = [Prompt(f"p{i:02}", (f"question {i * 37 % 101}",), "set") for i in range(20)]
+    return target, trace(target, prompts, max_new_tokens=LIMIT)
+
+
+@pytest.fixture(scope="module", params=sorted(POLICY))
+def trained(request, tiny, tmp_path_factory):
+    """A drafter that is often right, having learned a part of the very traces."""
+    target, traces = tiny
+    tokens = tuple(whole(row).numpy() for row in traces.traces.itertuples())
+    lengths = np.array([len(row.prompt_ids) for row in traces.traces.itertuples()])
+    corpus = Corpus(tokens, lengths)
+    shape = {"num_layers": 2, "block_size": 5, "selector_rank": 8}
+    drafter = new_drafter(target, request.param, MASK_ID, **shape)
+    config = TrainConfig(
+        steps=100, batch_size=10, num_anchors=16, learning_rate=5e-3, soft_labels=0.0
+    )
+    train(target, drafter, corpus, corpus, config, tmp_path_factory.mktemp("train"))
+    return drafter.requires_grad_(False).eval()
+
+
+def test_replay_is_the_decode_of_a_drafter_that_is_often_right(tiny, trained):
+    target, traces = tiny
+    assert set(traces.traces["finish"]) == {"eos", "length"}
+    run = record(target, trained, traces)
+    policy = POLICY[trained.settings.kind]
+    compared, accepted = assert_replay_is_the_decode(target, trained, traces, run, policy, LIMIT)
+    assert compared > 100
+    assert 0.2 < accepted / compared < 1.0
+
+
+def test_recall_on_the_trace_is_recall_in_the_decode(tiny, trained):
+    target, traces = tiny
+    run = record(target, trained, traces)
+    policy = POLICY[trained.settings.kind]
+    model = published_model(trained, target.embed_weight)
+    recorded = run.slots.set_index(["prompt_id", "anchor", "slot"])["target_rank"]
+    live = {
+        (row.prompt_id, *block): rank
+        for row in traces.traces.itertuples()
+        for block, rank in live_ranks(model, target, row, run.num_draft).items()
+    }
+    assert recorded.loc[list(live)].tolist() == list(live.values())
+    frame = recall_by_slot(run, ks=(1, 16), policy=policy)
+    frame = frame[(frame["anchors"] == "visited") & (frame["metric"] == "position_recall")]
+    assert len(frame) == 2 * run.num_draft
+    for row in frame.itertuples():
+        ranks = np.array([rank for (*_, slot), rank in live.items() if slot == row.slot])
+        assert row.value == pytest.approx((ranks < row.k).mean(), abs=1e-12)
+
+
+def test_a_trace_is_followed_also_where_the_drafts_leave_it(tiny, trained):
+    # Every anchor, not only those that a decode visits: the package is walked along the trace.
+    target, traces = tiny
+    run = record(target, trained, traces)
+    paths = run.paths[run.paths["policy"] == POLICY[trained.settings.kind]]
+    row = next(traces.traces.itertuples())
+    model = published_model(trained, target.embed_weight)
+    decoder = PublishedDecoder(model, target, whole(row), len(row.prompt_ids))
+    own = paths[paths["prompt_id"] == row.prompt_id].sort_values(["anchor", "slot"])
+    for _, tokens in own.groupby("anchor")["token"]:
+        assert tokens.tolist() == decoder.cycle().tokens[: len(tokens)].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zoo:dflash", "zoo:dflash2"])
+def test_replay_is_the_decode_of_smollm2(smollm2, name):
+    limit = 64
+    traces = trace(smollm2, load_prompts("default", limit=16), max_new_tokens=limit)
+    drafter = load_drafter(name, target=smollm2)
+    run = record(smollm2, drafter, traces)
+    policy = POLICY[drafter.settings.kind]
+    compared, accepted = assert_replay_is_the_decode(smollm2, drafter, traces, run, policy, limit)
+    assert compared > 100
+    assert accepted > compared / 2
