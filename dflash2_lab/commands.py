@@ -23,7 +23,7 @@ from dflash2_lab.trace import trace as trace_prompts
 from dflash2_lab.training.data import load_corpus
 from dflash2_lab.training.loop import TrainConfig
 from dflash2_lab.training.loop import train as train_drafter
-from dflash2_lab.training.setup import new_drafter, unused_token
+from dflash2_lab.training.setup import choose_mask_token, new_drafter
 
 Result = dict[str, object]
 
@@ -144,13 +144,11 @@ def train(arguments: argparse.Namespace) -> Result:
     config = TrainConfig(**{k: v for k, v in vars(arguments).items() if k in names})
     corpus, validation = load_corpus(arguments.data, config.max_length, config.held_out)
     target = _target(arguments)
-    mask_token_id = arguments.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = unused_token(target, corpus)
+    corpora = (corpus, validation)
     drafter = new_drafter(
         target,
         arguments.kind,
-        mask_token_id=mask_token_id,
+        mask_token_id=choose_mask_token(target, corpora, arguments.mask_token_id),
         num_layers=arguments.num_layers,
         intermediate_size=arguments.intermediate_size,
         block_size=arguments.block_size,

@@ -4,6 +4,7 @@ Batch number n depends on (corpus, seed, n) alone: a resumed run sees what an un
 """
 
 import contextlib
+import hashlib
 import itertools
 import queue
 import threading
@@ -31,6 +32,13 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def digest(self) -> str:
+        """sha256 over all token ids and prompt lengths, in order."""
+        digest = hashlib.sha256(self.prompt_lengths.astype(np.int64).tobytes())
+        for tokens in self.tokens:
+            digest.update(np.int64(len(tokens)).tobytes() + tokens.tobytes())
+        return digest.hexdigest()
 
     @property
     def num_response_tokens(self) -> int:
@@ -62,18 +70,21 @@ def load_corpus(paths: Sequence[Path], max_length: int, held_out: int) -> tuple[
     """Training and validation corpora from trace runs (folders) or Parquet files.
 
     The last `held_out` sequences of each source are for validation. A response needs two tokens
-    (an anchor and one target). Raises `LabError` for a source without usable rows.
+    (an anchor and one target), a prompt one (the first anchor's context). Raises `LabError` for a
+    source that cannot be read or has too few such rows.
     """
     parts: tuple[list[pd.DataFrame], list[pd.DataFrame]] = ([], [])
     for path in paths:
         files = sorted(path.glob("traces*.parquet")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise LabError(f"{path}: no traces found (a trace run, or a Parquet file)")
-        frame = pd.concat(
-            [pd.read_parquet(file, columns=["prompt_ids", "response_ids"]) for file in files]
-        )
-        room = max_length - frame["prompt_ids"].map(len)
-        frame = frame[np.minimum(frame["response_ids"].map(len), room) >= 2]
+        try:
+            columns = ["prompt_ids", "response_ids"]
+            frame = pd.concat([pd.read_parquet(file, columns=columns) for file in files])
+        except (OSError, ValueError) as error:
+            raise LabError(f"{path}: no readable traces: {error}") from error
+        prompt, response = (frame[name].map(len) for name in columns)
+        frame = frame[(prompt >= 1) & (np.minimum(response, max_length - prompt) >= 2)]
         if len(frame) <= held_out:
             raise LabError(f"{path}: {len(frame)} usable traces, need more than {held_out}")
         parts[0].append(frame.iloc[: len(frame) - held_out])
@@ -92,14 +103,14 @@ def _corpus(frame: pd.DataFrame, max_length: int) -> Corpus:
 def batches(
     corpus: Corpus, batch_size: int, num_anchors: int, num_draft: int, seed: int, first: int
 ) -> Iterator[Batch]:
-    """Batches number `first`, first + 1, ... without end: every sequence once an epoch, sequences
-    of like length together."""
+    """Batches number `first`, first + 1, ... without end: every sequence once an epoch (less those
+    that do not fill a batch), sequences of like length together."""
     per_epoch = max(1, len(corpus) // batch_size)
     lengths = np.array([len(tokens) for tokens in corpus.tokens])
     pool = POOL * batch_size
     for epoch in itertools.count(first // per_epoch):
         rng = np.random.default_rng((seed, epoch))
-        order = rng.permutation(len(corpus))
+        order = rng.permutation(len(corpus))[: per_epoch * batch_size]
         pools = np.split(order, range(pool, len(order), pool))
         order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
         starts = rng.permutation(per_epoch) * batch_size

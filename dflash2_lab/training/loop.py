@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dflash2_lab.errors import LabError
+from dflash2_lab.kernels.candidate_selector import pairwise_scores
+from dflash2_lab.kernels.candidate_topk import candidate_topk
+from dflash2_lab.models.config import to_zlab
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.models.layers import embed_rows
+from dflash2_lab.tables import write_atomic
 from dflash2_lab.target import Target, features
 from dflash2_lab.training.data import Batch, Corpus, batches, make_batch, prefetch
 from dflash2_lab.training.losses import backbone_loss, selector_loss, slot_weights
@@ -53,6 +57,18 @@ class TrainConfig:
     checkpoint_every: int = 1000
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch_size", "num_anchors", "max_length", "held_out")
+        for name in (*counts, "report_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise LabError(f"{name}: found {getattr(self, name)}, expected 1 or more")
+        for name in ("learning_rate", "clip", "decay"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name}: found {getattr(self, name)}, expected more than 0")
+        for name in ("warmup", "soft_labels"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise LabError(f"{name}: found {getattr(self, name)}, expected 0 to 1")
+
 
 def train(
     target: Target,
@@ -65,8 +81,11 @@ def train(
     """Train `drafter` in place (on the target's device and dtype), save it as `out/drafter` and
     return the last report.
 
-    Resumes from `out/checkpoint.pt` when its config is the same; another config is a `LabError`.
+    Resumes from `out/checkpoint.pt` when config, drafter and data are the same. Raises `LabError`
+    for a checkpoint of another run, a drafter or target that cannot be trained here, and a loss
+    that is not finite.
     """
+    _check_trainable(target, drafter)
     out.mkdir(parents=True, exist_ok=True)
     drafter.to(device=target.device, dtype=target.dtype).train()
     params = [p for p in drafter.parameters() if p.requires_grad]
@@ -78,7 +97,14 @@ def train(
         weight_decay=config.weight_decay,
         fused=target.device.type == "cuda",
     )
-    first = _restore(out / "checkpoint.pt", config, masters, optimizer)
+    run = {
+        "config": dataclasses.asdict(config),
+        "drafter": to_zlab(drafter.settings),
+        "data": [corpus.digest(), validation.digest()],
+    }
+    first = _restore(out / "checkpoint.pt", run, masters, optimizer)
+    log_path = out / "train.jsonl"
+    _keep_reports(log_path, first)
     with torch.no_grad():
         torch._foreach_copy_(params, masters)
     source = prefetch(
@@ -108,23 +134,39 @@ def train(
         with torch.no_grad():
             torch._foreach_copy_(params, masters)
         last = step + 1 == config.steps
-        if (step + 1) % config.report_every == 0 or last:
+        reports = (step + 1) % config.report_every == 0 or last
+        saves = (step + 1) % config.checkpoint_every == 0 or last
+        if reports or saves:  # reading a number waits for the device, so not in every step
             record = {name: value.item() for name, value in losses.items()}
+            record["grad_norm"] = norm.item()
             if not all(map(math.isfinite, record.values())):
-                raise LabError(f"training diverged at step {step}: losses {record}")
-            record |= {"step": step + 1, "grad_norm": norm.item(), "lr": group["lr"]}
+                raise LabError(f"training diverged at or before step {step + 1}: {record}")
+        if reports:
+            record |= {"step": step + 1, "lr": group["lr"]}
             record["steps_per_second"] = (step + 1 - first) / (time.perf_counter() - started)
             record |= validate(target, drafter, validation, config)
-            with (out / "train.jsonl").open("a") as file:
+            with log_path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             progress.set_postfix(
                 loss=f"{record['backbone']:.3f}", recall=f"{record['recall@1'][0]:.3f}"
             )
-        if (step + 1) % config.checkpoint_every == 0 or last:
-            _checkpoint(out / "checkpoint.pt", config, masters, optimizer, step + 1)
+        if saves:
+            _checkpoint(out / "checkpoint.pt", run, masters, optimizer, step + 1)
     drafter.eval()
     save_drafter(drafter, out / "drafter")
-    return json.loads((out / "train.jsonl").read_text().splitlines()[-1])
+    return json.loads(log_path.read_text().splitlines()[-1])
+
+
+def _check_trainable(target: Target, drafter: Drafter) -> None:
+    if drafter.settings.kind not in ("dflash", "dflash2"):
+        raise LabError(f"train: found a {drafter.settings.kind} drafter, can train dflash, dflash2")
+    if drafter.embed_tokens is not None or drafter.lm_head is not None:
+        raise LabError("train: the drafter has an embedding or head of its own, expected none")
+    if not isinstance(target.head, torch.nn.Linear) or target.head.bias is not None:
+        raise LabError(
+            f"train: the head of target {target.name} is no plain matrix ({target.head}), and the "
+            "loss multiplies by its weight"
+        )
 
 
 def schedule(step: int, config: TrainConfig) -> float:
@@ -178,69 +220,84 @@ def forward_batch(target: Target, drafter: Drafter, batch: Batch) -> tuple[Tenso
 @torch.no_grad()
 def validate(
     target: Target, drafter: Drafter, corpus: Corpus, config: TrainConfig
-) -> dict[str, list[float]]:
-    """Marginal recall@1 and recall@16 by slot on held-out text (unary candidates), and for DFlash 2
-    how often the teacher-forced selector's choice is the trace's token."""
-    num_draft = drafter.settings.num_draft
+) -> dict[str, list[float | None]]:
+    """Marginal recall by slot on held-out text (unary candidates), and for DFlash 2 how often the
+    teacher-forced selector's choice is the trace's token; None for a slot without any label."""
+    num_draft, num_candidates = drafter.settings.num_draft, drafter.settings.selector_top_k or 16
     counts = torch.zeros(4, num_draft, device=target.device)
     drafter.eval()
     for start in range(0, len(corpus), config.batch_size):
-        rows = list(range(len(corpus)))[start : start + config.batch_size]
+        rows = range(start, min(start + config.batch_size, len(corpus)))
         rng = np.random.default_rng(config.seed)
         batch = make_batch(corpus, rows, 16, num_draft, rng).to(target.device)
-        hidden, _ = forward_batch(target, drafter, batch)
-        logits = drafter.logits(hidden.flatten(0, 2), target.head)
-        unary, ids = torch.topk(logits, 16, dim=-1)
+        hidden = forward_batch(target, drafter, batch)[0].flatten(0, 2)
+        unary, ids = candidate_topk(drafter.logits(hidden, target.head), num_candidates)
         found = ids == batch.labels.flatten()[:, None]
         hits = [found[:, 0], found.any(-1)]
         if drafter.settings.kind == "dflash2":
             selector, embedding = drafter.candidate_selector, target.embed_weight
-            before = selector.predecessor(previous_tokens(batch).flatten(), embedding)
-            gated = before * selector.hidden_projection(hidden.flatten(0, 2))
-            pairwise = torch.einsum("nr,nkr->nk", gated, selector.successor(ids, embedding))
-            choice = (unary.float() + pairwise.float()).argmax(-1, keepdim=True)
+            pairwise = pairwise_scores(
+                selector.predecessor(previous_tokens(batch).flatten(), embedding),
+                selector.hidden_projection(hidden),
+                selector.successor(ids, embedding),
+            )
+            choice = (unary.float() + pairwise).argmax(-1, keepdim=True)
             hits.append(found.gather(-1, choice)[:, 0])
         valid = batch.valid.flatten(0, 1)
         for row, hit in enumerate(hits):
             counts[row] += (hit.view_as(valid) & valid).sum(0)
         counts[3] += valid.sum(0)
     drafter.train()
-    rates = (counts[:3] / counts[3]).tolist()
-    result = {"recall@1": rates[0], "recall@16": rates[1]}
+    *hit_counts, totals = counts.tolist()
+    rates = [
+        [hit / total if total else None for hit, total in zip(row, totals, strict=True)]
+        for row in hit_counts
+    ]
+    result = {"recall@1": rates[0], f"recall@{num_candidates}": rates[1]}
     if drafter.settings.kind == "dflash2":
         result["selector_accuracy"] = rates[2]
     return result
 
 
+def _keep_reports(path: Path, first: int) -> None:
+    """Drop what a killed run reported after its last checkpoint: those steps come again."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first]
+    write_atomic(path, lambda handle: handle.write("".join(kept).encode()))
+
+
 def _checkpoint(
     path: Path,
-    config: TrainConfig,
+    run: Mapping[str, Any],
     masters: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
     step: int,
 ) -> None:
     state = {
-        "config": dataclasses.asdict(config),
+        "run": dict(run),
         "masters": [master.detach() for master in masters],
         "optimizer": optimizer.state_dict(),
         "step": step,
     }
-    part = path.with_suffix(".part")
-    torch.save(state, part)
-    part.replace(path)
+    write_atomic(path, lambda handle: torch.save(state, handle))
 
 
 def _restore(
     path: Path,
-    config: TrainConfig,
+    run: Mapping[str, Any],
     masters: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["config"] != dataclasses.asdict(config):
-        raise LabError(f"{path}: made with another config; found {state['config']}")
+    for name, value in run.items():
+        if state["run"][name] != value:
+            raise LabError(
+                f"{path}: made by another run; found {name} {state['run'][name]}, expected {value}"
+            )
     with torch.no_grad():
         for master, saved in zip(masters, state["masters"], strict=True):
             master.copy_(saved)

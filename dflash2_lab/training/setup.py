@@ -1,5 +1,7 @@
 """A fresh drafter for a target: its shape copied, its layers read at an even spread."""
 
+from collections.abc import Sequence
+
 from dflash2_lab.errors import LabError
 from dflash2_lab.models.config import DrafterConfig
 from dflash2_lab.models.drafter import Drafter, build_drafter
@@ -75,15 +77,27 @@ def new_drafter(
     return build_drafter(config, seed=seed)
 
 
-def unused_token(target: Target, corpus: Corpus) -> int:
-    """The highest special token that neither ends, starts or pads text nor occurs in the corpus.
+def choose_mask_token(target: Target, corpora: Sequence[Corpus], wanted: int | None = None) -> int:
+    """The token that stands for "not drafted yet": `wanted`, or the highest special token that
+    neither ends, starts nor pads text. It must not occur in the text, whose tokens are labels.
 
-    Raises `LabError` when there is none: then a mask token must be named.
+    Raises `LabError` when `wanted` is no token or occurs in the text, or when none is left.
     """
+
+    def occurs(token: int) -> bool:
+        return any((row == token).any() for corpus in corpora for row in corpus.tokens)
+
+    if wanted is not None:
+        if not 0 <= wanted < target.vocab_size or occurs(wanted):
+            raise LabError(
+                f"mask_token_id: found {wanted}, expected a token below {target.vocab_size} that "
+                "the training text never uses"
+            )
+        return wanted
     tokenizer = target.tokenizer
     taken = {tokenizer.bos_token_id, tokenizer.pad_token_id, *target.eos_token_ids}
     special = sorted(set(tokenizer.added_tokens_decoder) - taken, reverse=True)
     for token in special:
-        if token < target.vocab_size and not any((row == token).any() for row in corpus.tokens):
+        if token < target.vocab_size and not occurs(token):
             return token
     raise LabError("mask_token_id: no special token is unused by the text; name one")
