@@ -377,22 +377,22 @@ def counting(number):
 
 @pytest.mark.slow
 def test_loss_falls_and_a_simple_text_is_learnt(tmp_path):
-    target = tiny_target(initializer_range=0.1)
+    target = tiny_target()
     path = write_traces(tmp_path / "t.parquet", [(3, 24)] * 100, text=counting)
     data = load_corpus([path], 48, 8)
     config = dataclasses.replace(
-        SMALL, steps=300, batch_size=8, soft_labels=0.0, report_every=100, held_out=8
+        SMALL, steps=200, batch_size=8, held_out=8, learning_rate=1e-2, soft_labels=0.0
     )
-    drafter = fresh(target)
-    train(target, drafter, *data, config, tmp_path / "a")
-    reports = [
-        json.loads(line) for line in (tmp_path / "a" / "train.jsonl").read_text().splitlines()
-    ]
-    losses = [report["backbone"] for report in reports]
-    assert losses[-1] < 0.5 * losses[0]
-    assert reports[-1]["selector"] < reports[0]["selector"]
-    assert min(reports[-1]["recall@16"]) > 0.8
-    assert reports[-1]["recall@1"][0] > 0.8
+    config = dataclasses.replace(config, report_every=50, checkpoint_every=200)
+    train(target, fresh(target), *data, config, tmp_path / "a")
+    lines = (tmp_path / "a" / "train.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert last["backbone"] < 0.7 * first["backbone"]
+    assert last["selector"] < 0.8 * first["selector"]
+    # Chance is about 0.01 for the first choice and 0.15 for sixteen.
+    assert last["recall@1"][0] > 0.45
+    assert last["recall@16"][0] > 0.7
+    assert last["selector_accuracy"][0] > 0.5
 
 
 def test_validation_recall_is_what_a_recording_measures(tmp_path):
