@@ -71,12 +71,12 @@ class PublishedDecoder:
         self.features = self._target_pass(self.ids[:, :prompt_length])[0]
 
     @torch.inference_mode()
-    def cycle(self, temperature: float = 0.0, block_size: int | None = None) -> Cycle:
+    def cycle(self, temperature: float = 0.0) -> Cycle:
         """Draft at the present anchor, verify greedily, move on by one token."""
         from dflash.model import DFlash2DraftModel
 
         model, start = self.model, self.start
-        rows = block_size or model.block_size
+        rows = model.block_size
         block = torch.full((1, rows), model.mask_token_id, device=self.ids.device)
         block[:, 0] = self.ids[:, start]
         scale = getattr(model.config, "dflash_config", {}).get("input_embedding_scale", 1.0)
@@ -99,8 +99,7 @@ class PublishedDecoder:
         accepted = int((tokens == choices).cumprod(-1).sum())
         self.features = features[:, :1]
         self.start += 1
-        if rows > 1:
-            self.caches[0].crop(1 - rows)
+        self.caches[0].crop(1 - rows)
         return Cycle(hidden[0], tokens[0], _row(ids), _row(q), accepted)
 
     @torch.inference_mode()

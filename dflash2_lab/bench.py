@@ -1,0 +1,249 @@
+"""`bench record`: what recording costs, against stepping the published package anchor by anchor.
+
+Sides that are compared alternate in one process, so a slow spell of the machine hits both. A figure
+is the median over the repeats with the smallest and the largest as its interval, which holds the
+true median with probability 1 - 2^(1 - repeats) whatever the law of the noise.
+"""
+
+import gc
+import json
+import logging
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm.auto import tqdm
+
+from dflash2_lab.attention_sums import AttentionSums
+from dflash2_lab.errors import LabError
+from dflash2_lab.models.drafter import Drafter
+from dflash2_lab.models.io import load_drafter
+from dflash2_lab.prompts import load_prompts
+from dflash2_lab.provenance import environment
+from dflash2_lab.published import PublishedDecoder, published_model
+from dflash2_lab.record import draft_tile, record
+from dflash2_lab.tables import Run, write_atomic, write_run_info
+from dflash2_lab.target import Target
+from dflash2_lab.trace import trace
+
+log = logging.getLogger(__name__)
+
+SPEED_BAR = 8.0  # stepping may not be faster than an eighth of recording
+ATTENTION_BAR = 1.15  # recording with attention shares over without
+CONTEXTS = (512, 8192)  # tokens at which the memory of attention shares is measured
+MEMORY_ANCHORS = 32
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of repeated measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(median(values), min(values), max(values))
+
+    def text(self, digits: int = 3) -> str:
+        low, high = f"{self.low:.{digits}g}", f"{self.high:.{digits}g}"
+        return f"{self.median:.{digits}g} [{low}, {high}]"
+
+
+def bench_record(
+    target: Target,
+    drafter_name: str,
+    limit: int,
+    max_new_tokens: int,
+    repeats: int,
+    out: Path,
+) -> dict[str, Any]:
+    """Measure, write `out/run.json`, `out/bench.json` and `out/table.txt`; {"text", "json"}.
+
+    Both sides work on the same greedy traces of the first `limit` own prompts. Without the package
+    `dflash` the comparison with it is left out, and the text says so. Raises `LabError` for
+    repeats < 1 and for whatever keeps the target, the drafter or the prompts from loading.
+    """
+    if repeats < 1:
+        raise LabError(f"repeats: found {repeats}, expected 1 or more")
+    dtype = str(target.dtype).removeprefix("torch.")
+    drafter = load_drafter(drafter_name, target=target, dtype=dtype, device=target.device)
+    prompts = load_prompts("default", limit=limit)
+    traces = trace(target, prompts, max_new_tokens=max_new_tokens)
+    try:
+        model, skipped = published_model(drafter, target.embed_weight), None
+    except ImportError:
+        model = None
+        skipped = "skipped: stepping the published package (pip install --no-deps dflash==0.1.0)"
+        log.warning(skipped)
+    seconds = alternate(sides(target, drafter, traces, model), repeats)
+    anchors = int((traces.traces["response_ids"].map(len) - 1).clip(lower=0).sum())
+    result = {
+        "drafter": drafter_name,
+        "num_requests": len(traces.traces),
+        "num_anchors": anchors,
+        "repeats": repeats,
+        "seconds": seconds,
+        "seconds_per_anchor": {
+            name: asdict(Spread.of([value / anchors for value in values]))
+            for name, values in seconds.items()
+        },
+        "attention_time_ratio": asdict(
+            Spread.of(ratios(seconds["record"], seconds["record, no attention"]))
+        ),
+        "attention_extra_bytes": {
+            str(context): attention_extra_bytes(target, drafter, context) for context in CONTEXTS
+        },
+        "skipped": skipped,
+    }
+    if model is not None:
+        result["speedup"] = asdict(Spread.of(ratios(seconds["published"], seconds["record"])))
+    text = table(result)
+    _write(out, target, result, text)
+    return {"text": f"{text}\n{out}", "json": result | {"folder": str(out)}}
+
+
+def sides(
+    target: Target, drafter: Drafter, traces: Run, model: nn.Module | None
+) -> dict[str, Callable[[], object]]:
+    """What is timed, by name. The package's side is the last and absent without `model`."""
+
+    def recorded(attention: bool) -> None:
+        with tempfile.TemporaryDirectory(prefix="dflash2-lab-bench-") as folder:
+            record(target, drafter, traces, out=Path(folder) / "run", attention=attention)
+
+    found: dict[str, Callable[[], object]] = {
+        "record": lambda: recorded(True),
+        "record, no attention": lambda: recorded(False),
+    }
+    if model is not None:
+        found["published"] = lambda: step_all(target, model, traces)
+    return found
+
+
+def step_all(target: Target, model: nn.Module, traces: Run) -> list[list[int]]:
+    """One draft-verify cycle of the published package at every anchor; accepted counts by trace."""
+    counts = []
+    for row in tqdm(list(traces.traces.itertuples(index=False)), desc="published", delay=2):
+        ids = torch.tensor([*row.prompt_ids, *row.response_ids], device=target.device)
+        decoder = PublishedDecoder(model, target, ids, len(row.prompt_ids))
+        steps = range(len(row.response_ids) - 1)
+        counts.append([decoder.cycle().num_accepted for _ in steps])
+    return counts
+
+
+def alternate(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side in each repeat, after one round that is not counted; the order turns
+    round from one repeat to the next, so no side always runs first."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in tqdm(range(-1, repeats), desc="bench record", unit="round", delay=2):
+        names = list(work) if repeat % 2 else list(work)[::-1]
+        for name in names:
+            gc.collect()
+            started = time.perf_counter()
+            work[name]()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Ratio of the two sides in each repeat."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def attention_extra_bytes(target: Target, drafter: Drafter, context: int) -> int:
+    """Peak memory of drafting one tile behind `context` tokens with attention shares, less without.
+
+    Features and tokens are random, which changes nothing about sizes.
+    """
+    source = torch.Generator().manual_seed(0)
+    length = context + MEMORY_ANCHORS
+    ids = torch.randint(target.vocab_size, (length,), generator=source).to(target.device)
+    shape = (1, length, drafter.fc.in_features)
+    features = torch.randn(shape, generator=source).to(target.device, drafter.dtype)
+    positions = np.arange(context, length)
+
+    @torch.inference_mode()
+    def draft(sums: AttentionSums | None) -> None:
+        draft_tile(target, drafter, ids, keys, positions, sums)
+
+    with torch.inference_mode():
+        keys = drafter.context_keys(features)
+    draft(None)  # lazily made buffers belong to neither side
+    without = peak_bytes(lambda: draft(None), target.device)
+    return peak_bytes(lambda: draft(AttentionSums()), target.device) - without
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Most tensor memory that `work` holds at one time, beyond what there was before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return int(np.cumsum([0, *(size for _, size in changes)]).max())
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people: every figure with its interval and its bar."""
+    repeats = result["repeats"]
+    level = 100 * (1 - 2.0 ** (1 - repeats))
+    lines = [
+        f"recording {result['drafter']}: {result['num_anchors']} anchors of "
+        f"{result['num_requests']} responses, median of {repeats} interleaved repeats "
+        f"[smallest, largest: {level:.0f} % interval]",
+        "",
+    ]
+    for name, spread in result["seconds_per_anchor"].items():
+        lines.append(f"{name:<34}{_scaled(spread, 1e3).text()} ms an anchor")
+    if "speedup" in result:
+        spread = Spread(**result["speedup"])
+        lines.append(
+            f"{'record against published':<34}{spread.text()} times faster"
+            f"   (bar: at least {SPEED_BAR:g}: {_verdict(spread.median >= SPEED_BAR)})"
+        )
+    spread = _scaled(result["attention_time_ratio"], 1.0)
+    lines.append(
+        f"{'attention shares, time with / without':<34} {spread.text()}"
+        f"   (bar: at most {ATTENTION_BAR:g}: {_verdict(spread.median <= ATTENTION_BAR)})"
+    )
+    for context, extra in result["attention_extra_bytes"].items():
+        name = f"extra peak memory, context {context}"
+        lines.append(f"{name:<34}{extra / 1e6:.3f} MB ({MEMORY_ANCHORS} anchors a tile)")
+    return "\n".join([*lines, *([result["skipped"]] if result["skipped"] else [])])
+
+
+def _scaled(spread: Mapping[str, float], factor: float) -> Spread:
+    return Spread(**{name: value * factor for name, value in spread.items()})
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def _write(out: Path, target: Target, result: Mapping[str, Any], text: str) -> None:
+    machine = {"machine": platform.machine(), "processor": platform.processor()}
+    info = {
+        "kind": "bench",
+        "target": dict(target.identity),
+        "environment": environment(target.device) | machine,
+    }
+    write_run_info(out, info)
+    payload = json.dumps(result, indent=1, sort_keys=True) + "\n"
+    write_atomic(out / "bench.json", lambda handle: handle.write(payload.encode()))
+    write_atomic(out / "table.txt", lambda handle: handle.write(f"{text}\n".encode()))
