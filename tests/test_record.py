@@ -17,7 +17,7 @@ from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, propose
 from dflash2_lab.record import RecordOptions, record, record_trace, token_groups
 from dflash2_lab.replay import replay
-from dflash2_lab.sampling import Sampling, filter_logits
+from dflash2_lab.sampling import Sampling, filter_logits, uniforms
 from dflash2_lab.tables import Run
 from dflash2_lab.target import features
 
@@ -270,7 +270,13 @@ def test_drawn_paths_have_the_law_of_their_policy(target, kind, policy):
 
 
 def test_anchor_rows_have_context_slots_and_ends(target):
-    run = record(target, tiny_drafter(), some_traces())
+    traces = some_traces()
+    ends = {"dataset": list("aabbcc"), "finish": ["eos", "length"] * 3}
+    traces = Run.in_memory(traces.info, {"traces": traces.traces.assign(**ends)})
+    run = record(target, tiny_drafter(), traces)
+    of = {name: dict(zip(traces.traces["prompt_id"], ends[name], strict=True)) for name in ends}
+    for name, values in of.items():
+        assert (run.anchors[name] == run.anchors["prompt_id"].map(values)).all()
     expected = [
         (f"p{number}", anchor, prompt + anchor, min(3, response - 1 - anchor), response)
         for number, (prompt, response) in enumerate(LENGTHS)
@@ -320,49 +326,66 @@ def test_without_attention_everything_else_is_the_same(target):
     assert not plain.has_table("attention")
 
 
-def test_attention_equals_the_weights_of_a_plain_softmax(target):
-    """Sums over anchors of softmax(q k) by key group, from hooks on one block at a time."""
-    drafter, traces = tiny_drafter(), some_traces(lengths=((5, 9),))
-    run = record(target, drafter, traces)
-    row = next(traces.traces.itertuples(index=False))
-    sums = np.zeros((2, 4, 3, 3))  # layer, head, slot, group
+def eager_sums(drafter, sums):
+    """An `attend` that adds softmax(q k) of one block by layer, head, slot and key group."""
+    shift = 0 if drafter.settings.sample_from_anchor else 1  # row of slot 1
 
-    def eager(layer, query, context, block, anchors, window, causal):
-        assert not causal
-        for head, slot in itertools.product(range(4), range(3)):
-            g, at = slot + 1, int(anchors)
-            keys = [
-                context[0][0, head // 2, s]
-                for s in range(at)
-                if window is None or at + g - s < window
-            ]
-            own = [block[0][0, head // 2, 0, r] for r in range(4)]
-            scores = torch.stack(keys + own).double() @ query[0, head, 0, g].double() / 8**0.5
-            weights = scores.softmax(0)
-            groups = weights[: len(keys)], weights[len(keys)], weights[len(keys) + 1 :]
-            sums[layer, head, slot] += [float(part.sum()) for part in groups]
+    def attend(layer, query, context, block, anchors, window, causal):
+        at = int(anchors)
+        for head, slot in itertools.product(range(4), range(drafter.settings.num_draft)):
+            row = slot + shift
+            near = [s for s in range(at) if window is None or at + row - s < window]
+            own = range(row + 1 if causal else 4)
+            keys = [context[0][0, head // 2, s] for s in near]
+            keys += [block[0][0, head // 2, 0, r] for r in own]
+            scores = torch.stack(keys).double() @ query[0, head, 0, row].double() / 8**0.5
+            weights, n = scores.softmax(0), len(near)
+            groups = weights[:n], weights[n], weights[n + 1 :]
+            sums[layer, head, slot, :3] += [float(part.sum()) for part in groups]
+            sums[layer, head, slot, 3] += float(weights[n:].sum()) ** 2
+            sums[layer, head, slot, 4] += len(own) / len(keys)
         return dense_attention(query, context, block, anchors, window, causal)
 
+    return attend
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@pytest.mark.parametrize("causal", [(False, False), (True, False)])
+def test_attention_equals_the_weights_of_a_plain_softmax(target, kind, causal):
+    drafter, traces = tiny_drafter(kind, causal=causal), some_traces(lengths=((5, 9),))
+    run = record(target, drafter, traces)
+    row = next(traces.traces.itertuples(index=False))
+    num_draft = drafter.settings.num_draft
+    sums = np.zeros((2, 4, num_draft, 5))
     ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
     with torch.no_grad():
         context, _ = features(target, ids, drafter.settings.target_layer_ids)
-        keys = drafter.context_keys(context)
         for at in range(5, 13):
+            keys = drafter.context_keys(context[:, :at])
             block = drafter.block_ids(ids[:, at : at + 1])
             embeds = embed_rows(target.embed_weight, block, 1.0)
-            drafter(
-                embeds, [(k[:, :, :at], v[:, :, :at]) for k, v in keys], torch.tensor([[at]]), eager
-            )
-    table = run.attention
-    assert len(table) == 2 * 4 * 3
-    for line in table.itertuples():
-        found = [line.sum_context, line.sum_anchor, line.sum_drafted]
+            drafter(embeds, keys, torch.tensor([[at]]), eager_sums(drafter, sums))
+    columns = ["sum_context", "sum_anchor", "sum_drafted", "sumsq_within", "sum_uniform"]
+    assert len(run.attention) == 2 * 4 * num_draft
+    for line in run.attention.itertuples():
+        found = [getattr(line, name) for name in columns]
         np.testing.assert_allclose(found, sums[line.layer, line.head, line.slot - 1], atol=1e-5)
-        assert sum(found) == pytest.approx(line.count)
+        assert sum(found[:3]) == pytest.approx(line.count)
         assert line.count == 8
-        window, contexts = (6, None)[line.layer], np.arange(5, 13)
-        seen = contexts if window is None else np.minimum(contexts, window - 1 - line.slot)
-        assert line.sum_uniform == pytest.approx((4 / (4 + seen)).sum())
+
+
+def test_no_random_number_is_used_twice(target, monkeypatch):
+    drawn = []
+
+    def spy(keys, positions):
+        drawn.append(uniforms(keys, positions))
+        return drawn[-1]
+
+    monkeypatch.setattr("dflash2_lab.record.uniforms", spy)
+    run = record(target, tiny_drafter(), some_traces(HOT), memory_gb=1e-9)
+    numbers = torch.cat([part.flatten() for part in drawn])
+    assert len(numbers) == len(run.policies) * 3 * len(run.anchors)
+    assert len(numbers.unique()) == len(numbers)
 
 
 def test_kept_candidates_allow_the_greedy_path_to_be_walked_again(target):

@@ -369,6 +369,14 @@ def test_every_weight_of_the_drafter_is_trained(tmp_path, kind):
         assert not torch.equal(tensor, before[name]), name
 
 
+def test_a_selector_of_weight_zero_is_not_trained(tmp_path):
+    target, data = tiny_target(), a_corpus(tmp_path)
+    drafter = fresh(target)
+    config = dataclasses.replace(SMALL, selector_weight=0.0)
+    train(target, drafter, *data, config, tmp_path / "a")
+    assert not drafter.candidate_selector.successor_projection.weight.any()
+
+
 def counting(number):
     """Text that counts up: the token after t is t + 1."""
     start = 10 + 7 * number % 100
