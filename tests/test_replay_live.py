@@ -18,6 +18,7 @@ from dflash2_lab.training.setup import new_drafter
 
 POLICY = {"dflash": "top1", "dflash2": "selector"}
 LIMIT = 32
+SLOW_LIMIT = 64
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +89,19 @@ def test_a_trace_is_followed_also_where_the_drafts_leave_it(tiny, trained):
         assert tokens.tolist() == decoder.cycle().tokens[: len(tokens)].tolist()
 
 
+@pytest.fixture(scope="module")
+def smollm2_traces(smollm2):
+    return trace(smollm2, load_prompts("default", limit=16), max_new_tokens=SLOW_LIMIT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zoo:dflash", "zoo:dflash2"])
-def test_replay_is_the_decode_of_smollm2(smollm2, name):
-    limit = 64
-    traces = trace(smollm2, load_prompts("default", limit=16), max_new_tokens=limit)
+def test_replay_is_the_decode_of_smollm2(smollm2, smollm2_traces, name):
     drafter = load_drafter(name, target=smollm2)
-    run = record(smollm2, drafter, traces)
+    run = record(smollm2, drafter, smollm2_traces)
     policy = POLICY[drafter.settings.kind]
-    compared, accepted = assert_replay_is_the_decode(smollm2, drafter, traces, run, policy, limit)
+    compared, accepted = assert_replay_is_the_decode(
+        smollm2, drafter, smollm2_traces, run, policy, SLOW_LIMIT
+    )
     assert compared > 100
     assert accepted > compared / 2
