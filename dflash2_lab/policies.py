@@ -15,10 +15,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.kernels.candidate_selector import lattice_scores, pairwise_scores, walk
+from dflash2_lab.kernels.candidate_selector import (
+    inverse_cdf,
+    lattice_scores,
+    pairwise_scores,
+    walk,
+)
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 from dflash2_lab.models.drafter import DFlash2Drafter, Drafter, DSparkDrafter
-from dflash2_lab.sampling import Sampling, draw, filter_logits
+from dflash2_lab.sampling import Sampling, filter_logits
 
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "dflash": ("top1", "sampled"),
@@ -106,7 +111,7 @@ def propose(block: Block, found: Candidates, policy: str) -> Proposal:
             block.logits, block.sampling.temperature, block.sampling.top_p, block.sampling.top_k
         )
         q_target = law.gather(-1, block.targets[..., None])[..., 0]
-        return Proposal(draw(law, block.uniforms[policy]), q_target.double())
+        return Proposal(inverse_cdf(law, block.uniforms[policy]), q_target.double())
     temperature = 0.0 if policy.endswith("_greedy") else block.sampling.temperature
     if policy.startswith("selector"):
         return _selector(block, found, temperature, block.uniforms.get(policy))
@@ -137,7 +142,7 @@ def _markov(block: Block, temperature: float, uniforms: Tensor | None) -> Propos
         q_target.append(_target_mass(forced, is_target, temperature))
         own = _markov_logits(block, slot, previous)
         if temperature > 0:
-            previous = draw(torch.softmax(own / temperature, dim=-1), uniforms[:, slot])
+            previous = inverse_cdf(torch.softmax(own / temperature, dim=-1), uniforms[:, slot])
         else:
             previous = own.argmax(-1)
         tokens.append(previous)

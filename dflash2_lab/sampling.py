@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dflash2_lab.errors import LabError
+from dflash2_lab.kernels.candidate_selector import inverse_cdf
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 
 _PREFIX = 1024  # ranked tokens that top-p looks at on a CPU before it sorts the whole vocabulary
@@ -117,17 +118,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draw(probs: Float[Tensor, "*rows V"], uniform: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-    """Inverse-CDF draw: the first token whose cumulative probability exceeds the uniform number.
-
-    A token of probability zero is never drawn: a number of 48 bits times the row's total stays
-    below that total in float64, and at a flat stretch of the CDF the search goes past it.
-    """
-    cdf = probs.double().cumsum(dim=-1)
-    level = uniform.double()[..., None] * cdf[..., -1:]
-    return torch.searchsorted(cdf, level, right=True).squeeze(-1)
-
-
 def choose(
     logits: Float[Tensor, "B V"], sampling: Sampling, uniform: Float[Tensor, B]
 ) -> tuple[Int[Tensor, B], Float[Tensor, B], Float[Tensor, B]]:
@@ -139,7 +129,7 @@ def choose(
         tokens, law = logits.argmax(dim=-1), None
     else:
         law = filter_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k)
-        tokens = draw(law, uniform)
+        tokens = inverse_cdf(law, uniform)
     return tokens, *_logprobs(logits, tokens, sampling, law)
 
 

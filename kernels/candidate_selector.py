@@ -33,14 +33,16 @@ def lattice_scores(
 
 
 def inverse_cdf(
-    probs: Float[Tensor, "*rows K"], uniform: Float[Tensor, "*rows"]
+    probs: Float[Tensor, "*rows V"], uniform: Float[Tensor, "*rows"]
 ) -> Int[Tensor, "*rows"]:
-    """Index of the first entry whose running total exceeds `uniform` of the whole; never one of
-    probability zero."""
-    total = probs.cumsum(-1)
-    index = (total <= uniform[..., None] * total[..., -1:]).sum(-1)
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(index, last)
+    """First entry whose running total exceeds `uniform`, in [0, 1), of the row's whole.
+
+    An entry of probability zero is never drawn: a number of 48 bits times the row's total stays
+    below that total in float64, and at a flat stretch of the CDF the search goes past it.
+    """
+    cdf = probs.double().cumsum(dim=-1)
+    level = uniform.double()[..., None] * cdf[..., -1:]
+    return torch.searchsorted(cdf, level, right=True).squeeze(-1)
 
 
 def walk(

@@ -179,6 +179,25 @@ def test_batch_number_n_depends_on_corpus_seed_and_n_alone(tmp_path):
     assert other != whole
 
 
+def test_an_epoch_draws_other_anchors_than_the_one_before(tmp_path):
+    corpus, _ = a_corpus(tmp_path)
+    first, second = itertools.islice(batches(corpus, len(corpus), 3, 3, 0, 0), 2)
+    by_text = [
+        dict(zip(map(tuple, batch.input_ids.tolist()), batch.anchors.tolist(), strict=True))
+        for batch in (first, second)
+    ]
+    assert by_text[0].keys() == by_text[1].keys()
+    assert sum(by_text[0][text] != by_text[1][text] for text in by_text[0]) > len(corpus) / 2
+
+
+def test_the_token_before_a_slot_is_the_traces(tmp_path):
+    corpus, _ = a_corpus(tmp_path)
+    batch = make_batch(corpus, [0, 1, 2], 4, 3, np.random.default_rng(0))
+    before = loop.previous_tokens(batch)
+    for b, a, slot in np.argwhere(batch.valid.numpy()):
+        assert before[b, a, slot] == batch.input_ids[b, batch.anchors[b, a] + slot]
+
+
 def test_an_epoch_shows_every_sequence_once(tmp_path):
     corpus, _ = a_corpus(tmp_path, num=40, held_out=4)
     names = {tuple(tokens.tolist()): n for n, tokens in enumerate(corpus.tokens)}
