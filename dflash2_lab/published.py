@@ -68,6 +68,8 @@ class PublishedDecoder:
         self.model, self.target, self.ids = model, target, ids[None]
         self.start = prompt_length
         self.caches = [DynamicCache(config=config) for config in (target.config, model.config)]
+        for cache in self.caches:
+            cache.activate_past_recording()  # a windowed layer could not be cropped without it
         self.features = self._target_pass(self.ids[:, :prompt_length])[0]
 
     @torch.inference_mode()

@@ -7,10 +7,8 @@ from unittest import mock
 import torch
 from dflash.model import dflash_generate
 
-from dflash2_lab.models.drafter import build_drafter
 from dflash2_lab.published import published_model
 from dflash2_lab.replay import replay
-from dflash2_lab.training.setup import new_drafter
 
 
 @dataclass(frozen=True)
@@ -19,31 +17,6 @@ class LiveStep:
 
     anchor: int
     num_emitted: int
-
-
-def random_drafter(target, kind, mask_token_id, seed=0, num_layers=2, block_size=5, rank=6):
-    """A drafter whose every part matters: random convs, selector and norms, tiny blocks."""
-    fresh = new_drafter(
-        target,
-        kind,
-        mask_token_id,
-        num_layers=num_layers,
-        intermediate_size=48,
-        block_size=block_size,
-        selector_rank=rank,
-    )
-    drafter = build_drafter(fresh.settings)
-    source = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            noise = torch.randn(parameter.shape, generator=source)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1.0 + 0.2 * noise)
-            elif "candidate_selector" in name:
-                parameter.copy_(noise * 0.5)
-            else:
-                parameter.add_(noise * 0.1)
-    return drafter.eval()
 
 
 def whole(trace_row):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from helpers import MASK_ID, tiny_target
-from reference import random_drafter
+from drafters import tiny_drafter
+from helpers import tiny_target
 
 from dflash2_lab.bench import (
     Spread,
@@ -29,12 +29,12 @@ from dflash2_lab.trace import trace
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(num_hidden_layers=6)
+    return tiny_target()
 
 
 @pytest.fixture(scope="module")
-def drafter(target):
-    return random_drafter(target, "dflash2", MASK_ID)
+def drafter():
+    return tiny_drafter("dflash2")
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ greedy path, and the law at T > 0 (fp32)."""
 import pytest
 import torch
 from dflash.model import DFlash2DraftModel, _sampling_probs
-from helpers import MASK_ID, tiny_target
-from reference import assert_close, live_steps, random_drafter, whole
+from drafters import tiny_drafter
+from helpers import tiny_target
+from reference import assert_close, live_steps, whole
 
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.policies import Block, candidates, propose
@@ -104,8 +105,8 @@ def check_sampled_law(case):
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def tiny_case(request):
     family, kind = request.param
-    target = tiny_target(family, num_hidden_layers=6)
-    drafter = random_drafter(target, kind, MASK_ID)
+    target = tiny_target(family)
+    drafter = tiny_drafter(kind)
     prompts = [Prompt(f"p{i}", (text,), "set") for i, text in enumerate(WORDS)]
     return make_case(target, drafter, prompts, 20)
 
@@ -126,8 +127,8 @@ def test_generated_tokens_and_recorded_drafts(tiny_case):
 
 
 def test_every_part_of_the_random_drafter_matters():
-    target = tiny_target(num_hidden_layers=6)
-    drafter = random_drafter(target, "dflash2", MASK_ID)
+    target = tiny_target()
+    drafter = tiny_drafter("dflash2")
     prompts = [Prompt("p", (WORDS[1],), "set")]
     case = make_case(target, drafter, prompts, 12)
     with torch.no_grad():
