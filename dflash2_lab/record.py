@@ -324,8 +324,11 @@ def tile_values(block: Block, options: RecordOptions) -> dict[str, Tensor]:
         raise LabError(
             f"drafter {block.drafter.name}: the output head gives values that are not finite"
         )
-    rank = token_rank(block.logits.flatten(0, 1), block.targets.flatten())
-    values = {"target_token": block.targets, "target_rank": rank.view_as(block.targets)}
+    rank = token_rank(block.logits.flatten(0, 1), block.targets.flatten()).view_as(block.targets)
+    # Outside a reduced draft vocabulary a token is no choice at all: a miss for every k.
+    target_logits = block.logits.gather(-1, block.targets[..., None])[..., 0]
+    rank = rank.masked_fill(target_logits == -torch.inf, block.logits.shape[-1])
+    values = {"target_token": block.targets, "target_rank": rank}
     for policy in options.policies:
         values[f"{policy}/token"], values[f"{policy}/q_target"] = propose(block, found, policy)
     if options.keep_candidates:
