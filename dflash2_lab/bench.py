@@ -71,8 +71,9 @@ def bench_record(
     """Measure, write `out/run.json`, `out/bench.json` and `out/table.txt`; {"text", "json"}.
 
     Both sides work on the same greedy traces of the first `limit` own prompts. Without the package
-    `dflash` the comparison with it is left out, and the text says so. Raises `LabError` for
-    repeats < 1 and for whatever keeps the target, the drafter or the prompts from loading.
+    `dflash` (or a model in it for this drafter) the comparison is left out, and the text says so.
+    Raises `LabError` for repeats < 1 and for whatever keeps the target, the drafter or the prompts
+    from loading.
     """
     if repeats < 1:
         raise LabError(f"repeats: found {repeats}, expected 1 or more")
@@ -80,11 +81,14 @@ def bench_record(
     drafter = load_drafter(drafter_name, target=target, dtype=dtype, device=target.device)
     prompts = load_prompts("default", limit=limit)
     traces = trace(target, prompts, max_new_tokens=max_new_tokens)
+    model, skipped = None, None
     try:
-        model, skipped = published_model(drafter, target.embed_weight), None
+        model = published_model(drafter, target.embed_weight)
     except ImportError:
-        model = None
         skipped = "skipped: stepping the published package (pip install --no-deps dflash==0.1.0)"
+    except LabError as error:
+        skipped = f"skipped: stepping the published package ({error})"
+    if skipped:
         log.warning(skipped)
     seconds = alternate(sides(target, drafter, traces, model), repeats)
     anchors = int((traces.traces["response_ids"].map(len) - 1).clip(lower=0).sum())
@@ -134,7 +138,9 @@ def sides(
 def step_all(target: Target, model: nn.Module, traces: Run) -> list[list[int]]:
     """One draft-verify cycle of the published package at every anchor; accepted counts by trace."""
     counts = []
-    for row in tqdm(list(traces.traces.itertuples(index=False)), desc="published", delay=2):
+    for row in tqdm(
+        list(traces.traces.itertuples(index=False)), desc="published", delay=2, leave=False
+    ):
         ids = torch.tensor([*row.prompt_ids, *row.response_ids], device=target.device)
         decoder = PublishedDecoder(model, target, ids, len(row.prompt_ids))
         steps = range(len(row.response_ids) - 1)
@@ -210,21 +216,21 @@ def table(result: Mapping[str, Any]) -> str:
         "",
     ]
     for name, spread in result["seconds_per_anchor"].items():
-        lines.append(f"{name:<34}{_scaled(spread, 1e3).text()} ms an anchor")
+        lines.append(f"{name:<62}{_scaled(spread, 1e3).text()} ms an anchor")
     if "speedup" in result:
         spread = Spread(**result["speedup"])
         lines.append(
-            f"{'record against published':<34}{spread.text()} times faster"
+            f"{'record against published':<62}{spread.text()} times faster"
             f"   (bar: at least {SPEED_BAR:g}: {_verdict(spread.median >= SPEED_BAR)})"
         )
     spread = _scaled(result["attention_time_ratio"], 1.0)
     lines.append(
-        f"{'attention shares, time with / without':<34} {spread.text()}"
+        f"{'attention shares, time with / without':<62} {spread.text()}"
         f"   (bar: at most {ATTENTION_BAR:g}: {_verdict(spread.median <= ATTENTION_BAR)})"
     )
     for context, extra in result["attention_extra_bytes"].items():
-        name = f"extra peak memory, context {context}"
-        lines.append(f"{name:<34}{extra / 1e6:.3f} MB ({MEMORY_ANCHORS} anchors a tile)")
+        name = f"attention shares, extra peak memory at {context} tokens of context"
+        lines.append(f"{name:<62} {extra / 1e6:.3f} MB ({MEMORY_ANCHORS} anchors a tile)")
     return "\n".join([*lines, *([result["skipped"]] if result["skipped"] else [])])
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from dflash2_lab.errors import LabError
 from dflash2_lab.models.drafter import DFlash2Drafter, Drafter
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.models.layers import embed_rows
@@ -37,10 +38,16 @@ class Cycle:
 def published_model(drafter: Drafter, embedding: Float[Tensor, "V H"]) -> nn.Module:
     """The package's model with the weights of `drafter`, a projected selector folded into tables.
 
-    Raises `ImportError` without the package.
+    Raises `ImportError` without the package, `LabError` for a drafter that it has no model for.
     """
     from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
+    foreign = drafter.embed_tokens is not None or drafter.lm_head is not None
+    if drafter.settings.kind == "dspark" or drafter.settings.sample_from_anchor or foreign:
+        raise LabError(
+            f"drafter {drafter.name}: the package dflash knows DFlash and DFlash 2 with a leading "
+            "anchor and the target's own embedding and head only"
+        )
     kind = DFlashDraftModel
     if isinstance(drafter, DFlash2Drafter):
         kind = DFlash2DraftModel

@@ -74,6 +74,13 @@ def test_without_the_published_package_one_line_says_what_is_skipped(target, fol
     ]
 
 
+def test_a_drafter_that_the_package_has_no_model_for_is_skipped_too(target, tmp_path):
+    save_drafter(tiny_drafter("dspark"), tmp_path / "drafter")
+    result = run_bench(target, tmp_path / "drafter", repeats=1)
+    assert "published" not in result["json"]["seconds"]
+    assert "the package dflash knows DFlash and DFlash 2" in result["json"]["skipped"]
+
+
 def test_both_sides_cover_the_same_anchors_with_the_same_outcome(target, drafter):
     traces = trace(target, [Prompt("p", ("hello",), "set")], max_new_tokens=16)
     model = published_model(drafter, target.embed_weight)
