@@ -9,6 +9,7 @@ from drafters import tiny_drafter
 from helpers import tiny_target
 
 from dflash2_lab.bench import (
+    PAIRS,
     Spread,
     alternate,
     attention_extra_bytes,
@@ -54,7 +55,9 @@ def test_run_folder_holds_table_and_every_measurement(target, folder):
     saved = json.loads((out / "bench.json").read_text())
     assert result["json"] == saved | {"folder": str(out)}
     assert (out / "table.txt").read_text().strip() in result["text"]
-    assert set(saved["seconds"]) == {"record", "record, no attention", "published"}
+    assert set(saved["seconds"]) == {"record", "published"}
+    assert set(saved["attention_seconds"]) == {"record", "record, no attention"}
+    assert {len(values) for values in saved["attention_seconds"].values()} == {2 * PAIRS}
     assert {len(values) for values in saved["seconds"].values()} == {2}
     paired = ratios(saved["seconds"]["published"], saved["seconds"]["record"])
     assert saved["speedup"]["low"] == min(paired)
