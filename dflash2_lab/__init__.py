@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from dflash2_lab.errors import LabError
     from dflash2_lab.models.io import load_drafter, save_drafter
     from dflash2_lab.prompts import load_prompts
-    from dflash2_lab.record import record
-    from dflash2_lab.replay import replay
+    from dflash2_lab.recording import record
+    from dflash2_lab.replaying import replay
     from dflash2_lab.tables import Run
     from dflash2_lab.target import load_target
-    from dflash2_lab.trace import import_traces, trace
+    from dflash2_lab.tracing import trace
+    from dflash2_lab.tracing_import import import_traces
 
 __all__ = [
     "LabError",
@@ -37,14 +38,14 @@ def __getattr__(name: str) -> object:
     homes = {
         "LabError": "errors",
         "Run": "tables",
-        "import_traces": "trace",
+        "import_traces": "tracing_import",
         "load_drafter": "models.io",
         "load_prompts": "prompts",
         "load_target": "target",
-        "record": "record",
-        "replay": "replay",
+        "record": "recording",
+        "replay": "replaying",
         "save_drafter": "models.io",
-        "trace": "trace",
+        "trace": "tracing",
     }
     if name == "plots":
         return import_module("dflash2_lab.plots")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from dflash2_lab.attention_sums import AttentionSums
 from dflash2_lab.errors import LabError
@@ -30,10 +30,10 @@ from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
 from dflash2_lab.provenance import environment
 from dflash2_lab.published import PublishedDecoder, published_model
-from dflash2_lab.record import draft_tile, record
+from dflash2_lab.recording import draft_tile, record
 from dflash2_lab.tables import Run, write_atomic, write_run_info
 from dflash2_lab.target import Target
-from dflash2_lab.trace import trace
+from dflash2_lab.tracing import trace
 
 log = logging.getLogger(__name__)
 

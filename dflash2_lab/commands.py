@@ -14,12 +14,12 @@ from dflash2_lab.figures import FORMATS, save_figures
 from dflash2_lab.models.inspect import inspect_checkpoint
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
-from dflash2_lab.record import record as record_traces
+from dflash2_lab.recording import record as record_traces
 from dflash2_lab.report import summarise, text_report
 from dflash2_lab.reproduce import draw_all, main_job
 from dflash2_lab.tables import Run, assert_comparable
 from dflash2_lab.target import Target, load_target
-from dflash2_lab.trace import trace as trace_prompts
+from dflash2_lab.tracing import trace as trace_prompts
 from dflash2_lab.training.data import load_corpus
 from dflash2_lab.training.loop import TrainConfig
 from dflash2_lab.training.loop import train as train_drafter

@@ -12,7 +12,7 @@ from typing import Any
 from dflash2_lab import stats
 from dflash2_lab.errors import LabError
 from dflash2_lab.intervals import Estimate
-from dflash2_lab.replay import ReplayResult, replay
+from dflash2_lab.replaying import ReplayResult, replay
 from dflash2_lab.tables import Run, assert_comparable
 
 WIDTH = 100  # columns of the terminal

@@ -10,11 +10,11 @@ from dflash2_lab import plots
 from dflash2_lab.figures import save_figures
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
-from dflash2_lab.record import record
+from dflash2_lab.recording import record
 from dflash2_lab.report import summarise, text_report
 from dflash2_lab.tables import Run, assert_comparable, write_atomic
 from dflash2_lab.target import Target
-from dflash2_lab.trace import trace
+from dflash2_lab.tracing import trace
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -23,7 +23,7 @@ from dflash2_lab.intervals import (
     ratio,
     sum_by,
 )
-from dflash2_lab.replay import (
+from dflash2_lab.replaying import (
     Walk,
     acceptance_lengths,
     check_replayable,

@@ -8,7 +8,7 @@ import torch
 from dflash.model import dflash_generate
 
 from dflash2_lab.published import published_model
-from dflash2_lab.replay import replay
+from dflash2_lab.replaying import replay
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.prompts import Prompt
 from dflash2_lab.published import published_model
-from dflash2_lab.record import record
+from dflash2_lab.recording import record
 from dflash2_lab.tables import read_run_info
-from dflash2_lab.trace import trace
+from dflash2_lab.tracing import trace
 
 
 @pytest.fixture(scope="module")

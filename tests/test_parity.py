@@ -12,10 +12,10 @@ from dflash2_lab.models.io import load_drafter
 from dflash2_lab.policies import Block, candidates, propose
 from dflash2_lab.prompts import Prompt, load_prompts
 from dflash2_lab.published import PublishedDecoder, published_model
-from dflash2_lab.record import draft_tile, record
+from dflash2_lab.recording import draft_tile, record
 from dflash2_lab.sampling import Sampling, filter_logits
 from dflash2_lab.target import features
-from dflash2_lab.trace import trace
+from dflash2_lab.tracing import trace
 
 WORDS = ["hi", "what is this?", "tell me of the sea and of the sky"]
 CASES = [(family, kind) for family in ("qwen3", "llama") for kind in ("dflash", "dflash2")]

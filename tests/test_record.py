@@ -26,8 +26,8 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.models.attention import dense_attention
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, propose
-from dflash2_lab.record import record
-from dflash2_lab.replay import replay
+from dflash2_lab.recording import record
+from dflash2_lab.replaying import replay
 from dflash2_lab.sampling import Sampling, uniforms
 from dflash2_lab.tables import Run
 from dflash2_lab.target import features
@@ -263,7 +263,7 @@ def test_no_random_number_is_used_twice(target, monkeypatch):
         drawn.append(uniforms(keys, positions))
         return drawn[-1]
 
-    monkeypatch.setattr("dflash2_lab.record.uniforms", spy)
+    monkeypatch.setattr("dflash2_lab.recording.uniforms", spy)
     run = record(target, tiny_drafter(), some_traces(HOT), memory_gb=1e-9)
     numbers = torch.cat([part.flatten() for part in drawn])
     assert len(numbers) == len(run.policies) * 3 * len(run.anchors)

@@ -11,7 +11,7 @@ from helpers import tiny_target
 from profiling import peak_bytes
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.record import RecordOptions, record, record_trace, token_groups
+from dflash2_lab.recording import RecordOptions, record, record_trace, token_groups
 from dflash2_lab.sampling import Sampling
 from dflash2_lab.tables import Run
 from dflash2_lab.target import features

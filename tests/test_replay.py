@@ -10,7 +10,7 @@ import pytest
 from recordings import Request, make_run, repeat_prompt
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.replay import expected_walk, replay
+from dflash2_lab.replaying import expected_walk, replay
 from dflash2_lab.tables import Run, shard_done, write_run_info, write_shard
 
 

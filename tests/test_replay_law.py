@@ -2,7 +2,7 @@
 
 Both sides are enumerated on three tokens in float64 and compared to 1e-12: live decoding over
 drafts, acceptances, residual and bonus draws; replay over traces of the target, accepted by the
-functions of dflash2_lab.replay. Drafter laws depend on the whole context and the path so far.
+functions of dflash2_lab.replaying. Drafter laws depend on the whole context and the path so far.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from recordings import Request, make_run
 
-from dflash2_lab.replay import accept_law, expected_walk, replay
+from dflash2_lab.replaying import accept_law, expected_walk, replay
 
 V = 3
 EOS = 2

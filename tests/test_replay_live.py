@@ -9,9 +9,9 @@ from reference import assert_replay_is_the_decode, live_ranks, whole
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import Prompt, load_prompts
 from dflash2_lab.published import PublishedDecoder, published_model
-from dflash2_lab.record import record
+from dflash2_lab.recording import record
 from dflash2_lab.stats import recall_by_slot
-from dflash2_lab.trace import trace
+from dflash2_lab.tracing import trace
 from dflash2_lab.training.data import Corpus
 from dflash2_lab.training.loop import TrainConfig, train
 from dflash2_lab.training.setup import new_drafter

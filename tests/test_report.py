@@ -10,7 +10,7 @@ from recordings import Request, make_run
 
 from dflash2_lab import report, stats
 from dflash2_lab.errors import LabError
-from dflash2_lab.replay import replay
+from dflash2_lab.replaying import replay
 from dflash2_lab.tables import Run
 
 

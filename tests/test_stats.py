@@ -14,7 +14,7 @@ from recordings import Request, make_run
 from dflash2_lab import stats
 from dflash2_lab.errors import LabError
 from dflash2_lab.intervals import cluster_draws, cluster_estimates, percentile_interval, sum_by
-from dflash2_lab.replay import replay
+from dflash2_lab.replaying import replay
 from dflash2_lab.tables import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -397,7 +397,7 @@ def test_repetition_is_flagged_and_logged(caplog):
 
 def test_statistics_import_neither_torch_nor_transformers():
     code = (
-        "import sys, dflash2_lab.stats, dflash2_lab.replay, dflash2_lab.tables;"
+        "import sys, dflash2_lab.stats, dflash2_lab.replaying, dflash2_lab.tables;"
         "print(sorted({'torch', 'transformers', 'plotly', 'scipy'} & set(sys.modules)))"
     )
     result = subprocess.run(

@@ -7,14 +7,14 @@ import pytest
 import torch
 from helpers import END_ID, tiny_target
 
-from dflash2_lab import trace as trace_module
+from dflash2_lab import tracing as trace_module
 from dflash2_lab.errors import LabError
 from dflash2_lab.generate import Request, generate
 from dflash2_lab.prompts import Prompt, render
 from dflash2_lab.sampling import Sampling, token_logprobs
 from dflash2_lab.tables import Run, read_run_info
-from dflash2_lab.trace import trace
-from dflash2_lab.trace_import import import_traces
+from dflash2_lab.tracing import trace
+from dflash2_lab.tracing_import import import_traces
 
 WORDS = ["hi", "what is this?", "tell me of the sea and of the sky", "x" * 30, "go", "a b c"]
 PROMPTS = [Prompt(f"p{i}", (text,), "set") for i, text in enumerate(WORDS)]

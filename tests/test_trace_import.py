@@ -10,8 +10,8 @@ from helpers import END_ID, tiny_target
 
 from dflash2_lab.errors import LabError
 from dflash2_lab.prompts import Prompt, render
-from dflash2_lab.trace import trace
-from dflash2_lab.trace_import import import_traces
+from dflash2_lab.tracing import trace
+from dflash2_lab.tracing_import import import_traces
 
 WORDS = ["hi", "what is this?", "tell me of the sea", "x" * 30]
 PROMPTS = [Prompt(f"p{i}", (text,), "set") for i, text in enumerate(WORDS)]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dflash2_lab.errors import LabError
 from dflash2_lab.models.io import load_drafter
-from dflash2_lab.record import record
+from dflash2_lab.recording import record
 from dflash2_lab.tables import Run
 from dflash2_lab.training import loop
 from dflash2_lab.training.data import load_corpus, make_batch

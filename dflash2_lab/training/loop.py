@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import pairwise_scores

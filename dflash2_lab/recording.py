@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from dflash2_lab.attention_sums import AttentionSums
 from dflash2_lab.errors import LabError
@@ -29,7 +29,7 @@ from dflash2_lab.models.io import drafter_identity
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, check_policies, propose
 from dflash2_lab.provenance import environment, token_hash, weights_hash
-from dflash2_lab.record_tables import anchor_table, slot_tables
+from dflash2_lab.recording_tables import anchor_table, slot_tables
 from dflash2_lab.sampling import Sampling, row_key, uniforms
 from dflash2_lab.schema import empty_frame
 from dflash2_lab.tables import Run, open_folder, shard_done, write_run_info, write_shard

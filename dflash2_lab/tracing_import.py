@@ -18,7 +18,7 @@ from dflash2_lab.generate import pad_left
 from dflash2_lab.sampling import Sampling, token_logprobs
 from dflash2_lab.tables import Run, open_folder, write_run_info, write_shard
 from dflash2_lab.target import Target, positions_from_mask
-from dflash2_lab.trace import run_info
+from dflash2_lab.tracing import run_info
 
 _LOGIT_BYTES = 2**28  # of one pass, in float32
 # How far below the best logit a token still ties with it, relative to the best logit's size.

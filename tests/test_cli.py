@@ -1,0 +1,190 @@
+"""The command line on tiny models: every command, --json, exit codes, one-line errors."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from drafters import tiny_drafter
+from helpers import save_tiny
+
+from dflash2_lab.cli import main
+from dflash2_lab.models.io import save_drafter
+from dflash2_lab.tables import Run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny target, a drafter, prompts, and trace and record runs made by the command line."""
+    root = tmp_path_factory.mktemp("cli")
+    save_tiny(root / "target")
+    save_drafter(tiny_drafter("dflash2"), root / "drafter")
+    lines = [{"id": f"p{i}", "turns": [f"tell me {i}"]} for i in range(3)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = ["--target", str(root / "target"), "--device", "cpu"]
+    flow = ["--prompts", str(root / "prompts.jsonl"), "--max-new-tokens", "12"]
+    assert main(["trace", *common, *flow, "--out", str(root / "traces")]) == 0
+    record = ["record", *common, "--drafter", str(root / "drafter")]
+    out = ["--traces", str(root / "traces"), "--out", str(root / "run")]
+    assert main([*record, *out]) == 0
+    return root
+
+
+def run(arguments, capsys, code=0):
+    """Run a command; returns its standard output and error after checking the exit code."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == code
+    return capsys.readouterr()
+
+
+def test_json_is_one_object_and_all_there_is_on_standard_output(made, capsys):
+    out = run(["replay", made / "run", "--policy", "selector", "--json"], capsys).out
+    result = json.loads(out)
+    assert result["policy"] == "selector"
+    assert result["num_draft"] == 3
+    pooled = result["acceptance_length"]["pooled"]
+    assert pooled["interval"][0] <= pooled["value"] <= pooled["interval"][1]
+    for key in ("position_recall@1", "position_recall@16", "survival"):
+        assert len(result[key]) == 3
+    assert len(result["within_block_share"]) == 2
+
+
+def test_record_with_prompts_traces_first_and_gives_the_tables_of_the_two_steps(
+    made, capsys, tmp_path
+):
+    common = ["--target", made / "target", "--device", "cpu", "--drafter", made / "drafter"]
+    flow = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", "12", "--out", tmp_path]
+    run(["record", *common, *flow], capsys)
+    one, two = Run.open(tmp_path), Run.open(made / "run")
+    assert one.paths.equals(two.paths)
+    assert one.slots.equals(two.slots)
+
+
+def test_replay_of_all_policies_prints_a_table(made, capsys):
+    out = run(["replay", made / "run"], capsys).out
+    for word in ("selector", "top1", "oracle@16", "acceptance length", "position_recall@1"):
+        assert word in out
+
+
+def test_figures_writes_the_files_it_names(made, capsys, tmp_path):
+    run(
+        ["figures", f"ours={made / 'run'}", "--out", tmp_path, "--format", "json", "--json"], capsys
+    )
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        f"{name}.json"
+        for name in ("recall_by_slot", "acceptance_by_policy", "suffix_decay", "attention_share")
+    }
+
+
+def test_train_then_record_with_what_was_trained(made, capsys, tmp_path):
+    run(
+        [
+            *("train", "--target", made / "target", "--device", "cpu", "--data", made / "traces"),
+            *("--held-out", 1, "--num-layers", 1, "--intermediate-size", 16, "--block-size", 4),
+            *("--steps", 2, "--batch-size", 2, "--num-anchors", 2, "--mask-token-id", 3),
+            *("--report-every", 1, "--out", tmp_path / "train"),
+        ],
+        capsys,
+    )
+    common = ["--target", made / "target", "--device", "cpu", "--traces", made / "traces"]
+    drafter = ["--drafter", tmp_path / "train" / "drafter"]
+    run(["record", *common, *drafter, "--out", tmp_path / "run"], capsys)
+    assert Run.open(tmp_path / "run").policies == ("top1", "selector")
+
+
+def test_inspect_exits_2_when_a_checkpoint_has_problems(made, capsys, tmp_path):
+    assert "problems (0)" in run(["inspect", made / "drafter"], capsys).out
+    shutil.copytree(made / "drafter", tmp_path / "broken")
+    config = json.loads((tmp_path / "broken" / "config.json").read_text())
+    del config["dflash_config"]["mask_token_id"]
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
+    out = run(["inspect", tmp_path / "broken", "--json"], capsys, code=2).out
+    assert any("mask_token_id" in problem for problem in json.loads(out)["problems"])
+
+
+def test_help_of_every_command_needs_no_torch():
+    code = (
+        "import sys\nfrom dflash2_lab.cli import COMMANDS, main\n"
+        "for name in COMMANDS:\n"
+        "    try:\n        main([name, '--help'])\n"
+        "    except SystemExit as stop:\n        assert stop.code == 0, name\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: dflash2-lab") >= 8
+
+
+BAD = {
+    "a missing run": (["replay", "{tmp}/none"], "run.json"),
+    "an unknown policy": (["replay", "{made}/run", "--policy", "viterbi"], "viterbi"),
+    "a larger verify window": (["replay", "{made}/run", "--num-draft", "9"], "num_draft"),
+    "a missing prompt file": (["trace", "{target}", "--prompts", "{tmp}/no.jsonl"], "no.jsonl"),
+    "a malformed prompt line": (["trace", "{target}", "--prompts", "{tmp}/bad.jsonl"], "bad.jsonl"),
+    "an empty prompt": (["trace", "{target}", "--prompts", "{tmp}/empty.jsonl"], "empty.jsonl"),
+    "a prompt longer than the positions": (
+        ["trace", "{target}", "--prompts", "{tmp}/long.jsonl"],
+        "512 positions",
+    ),
+    "a bad temperature": (
+        ["trace", "{target}", "--prompts", "{made}/prompts.jsonl", "--temperature", "-1"],
+        "temperature",
+    ),
+    "another run in the folder": (
+        ["trace", "{target}", "--prompts", "{made}/prompts.jsonl", "--out", "{made}/run"],
+        "another run",
+    ),
+    "a drafter that is not there": (
+        ["record", "{target}", "--drafter", "zoo:none", "--traces", "{made}/traces"],
+        "zoo:none",
+    ),
+    "a drafter of another target": (
+        ["record", "{target}", "--drafter", "zoo:dflash", "--traces", "{made}/traces"],
+        "hidden",
+    ),
+    "traces and prompts": (
+        [
+            *("record", "{target}", "--drafter", "{made}/drafter", "--traces", "{made}/traces"),
+            *("--prompts", "default"),
+        ],
+        "--traces",
+    ),
+    "a record run as traces": (
+        ["record", "{target}", "--drafter", "{made}/drafter", "--traces", "{made}/run"],
+        "trace",
+    ),
+    "a run of another schema version": (["replay", "{tmp}/old"], "schema_version"),
+    "a template option without value": (
+        ["trace", "{target}", "--prompts", "{made}/prompts.jsonl", "--template-option", "shout"],
+        "KEY=VALUE",
+    ),
+    "two runs of one name": (
+        ["figures", "a={made}/run", "a={made}/run", "--out", "{tmp}/figures"],
+        "called 'a'",
+    ),
+    "no such data": (["train", "{target}", "--data", "{tmp}/none.parquet"], "none.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(name, made, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"id": "a", "turns": ["x"]}\n{"id": "b", "turns": \n')
+    (tmp_path / "empty.jsonl").write_text('{"id": "a", "turns": [""]}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "a", "turns": ["x" * 600]}) + "\n")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text('{"schema_version": 0}')
+    words, expected = BAD[name]
+    target = ["--target", str(made / "target"), "--device", "cpu"]
+    arguments = []
+    for word in words:
+        arguments += target if word == "{target}" else [word.format(made=made, tmp=tmp_path)]
+    if words[0] != "replay" and "--out" not in words:
+        arguments += ["--out", str(tmp_path / "out")]
+    captured = run(arguments, capsys, code=2)
+    assert captured.out == ""
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("dflash2-lab: ")
+    assert expected in last
+    assert "Traceback" not in captured.err

@@ -1,0 +1,58 @@
+"""Who may import whom, and the public names."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dflash2_lab as lab
+
+ROOT = Path(__file__).parents[1]
+LIGHT = (
+    *("errors", "schema", "tables", "blocks", "intervals", "stats", "plots", "figures"),
+    *("browser", "report", "cli"),
+)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_statistics_and_plots_never_import_torch(name):
+    heavy = ("torch", "transformers", "triton", "datasets")
+    code = (
+        f"import sys, dflash2_lab.{name}\n"
+        f"assert not [module for module in {heavy} if module in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda p: p.stem)
+def test_kernels_import_neither_the_library_nor_transformers(path):
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert imported <= {"torch", "triton", "jaxtyping", "collections", "dataclasses", "math"}
+
+
+def test_public_functions_stay_functions_whatever_was_imported():
+    # a module of the same name would replace the function as soon as something imports it
+    import dflash2_lab.report
+    import dflash2_lab.reproduce  # noqa: F401
+
+    for name in ("load_target", "load_drafter", "load_prompts", "trace", "record", "replay"):
+        assert callable(getattr(lab, name)), name
+    assert callable(lab.plots.recall_by_slot)
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = lab.nothing_like_it
+
+
+def test_files_stay_short():
+    files = [*(ROOT / "dflash2_lab").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    long = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert {name: lines for name, lines in long.items() if lines > 450} == {}
