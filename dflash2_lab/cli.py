@@ -241,7 +241,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     record.add_argument("--drafter", default="zoo:dflash2")
     record.add_argument("--limit", type=int, default=4, help="prompts")
     record.add_argument("--max-new-tokens", type=int, default=96)
-    record.add_argument("--repeats", type=int, default=5)
+    record.add_argument("--repeats", type=int, default=3)
     record.add_argument("--out", type=Path, default=Path("runs/bench-record"), help="run folder")
     record.set_defaults(run=_lazy("bench_record"))
 
