@@ -109,3 +109,28 @@ def target_like(hidden_size=32, vocab_size=64, num_layers=6, name="tiny-target")
     return SimpleNamespace(
         hidden_size=hidden_size, vocab_size=vocab_size, num_layers=num_layers, name=name
     )
+
+
+PROJECTED = nested(zlab(), selector_parametrization="projected")
+
+
+def assert_same(state, tensors):
+    assert set(state) == set(tensors)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(state[name], tensor.to(state[name].dtype), rtol=0, atol=0)
+
+
+def shards(folder, raw, parts=2):
+    """A sharded checkpoint with its index; returns the shard of the first tensor."""
+    tensors = random_tensors(raw)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    names, weight_map = sorted(tensors), {}
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        here = names[part::parts]
+        save_file({name: tensors[name] for name in here}, folder / file)
+        weight_map |= dict.fromkeys(here, file)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+    return folder / weight_map[names[0]]

@@ -1,13 +1,13 @@
 """Loading and saving drafters: what loads, what must not, and what the published package says."""
 
-import json
-
 import pytest
 import torch
 from checkpoints import (
+    PROJECTED,
+    assert_same,
     deepspec,
-    nested,
     random_tensors,
+    shards,
     speculators,
     target_like,
     without,
@@ -21,30 +21,6 @@ from dflash2_lab.models.config import read_config
 from dflash2_lab.models.drafter import DFlash2Drafter, DFlashDrafter, DSparkDrafter, build_drafter
 from dflash2_lab.models.io import load_drafter, map_problems
 from dflash2_lab.models.tensors import expected_tensors
-
-PROJECTED = nested(zlab(), selector_parametrization="projected")
-
-
-def assert_same(state, tensors):
-    assert set(state) == set(tensors)
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(state[name], tensor.to(state[name].dtype), rtol=0, atol=0)
-
-
-def shards(folder, raw, parts=2):
-    """A sharded checkpoint with its index; returns the shard of the first tensor."""
-    tensors = random_tensors(raw)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw))
-    names, weight_map = sorted(tensors), {}
-    for part in range(parts):
-        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
-        here = names[part::parts]
-        save_file({name: tensors[name] for name in here}, folder / file)
-        weight_map |= dict.fromkeys(here, file)
-    index = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (folder / "model.safetensors.index.json").write_text(index)
-    return folder / weight_map[names[0]]
 
 
 @pytest.mark.parametrize(

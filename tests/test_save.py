@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import (
+    PROJECTED,
+    assert_same,
     deepspec,
     nested,
     random_tensors,
+    shards,
     without,
     write,
     zlab,
@@ -23,14 +26,6 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.models.config import read_config
 from dflash2_lab.models.drafter import DFlash2Drafter
 from dflash2_lab.models.io import drafter_identity, load_drafter, save_drafter
-
-PROJECTED = nested(zlab(), selector_parametrization="projected")
-
-
-def assert_same(state, tensors):
-    assert set(state) == set(tensors)
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(state[name], tensor.to(state[name].dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("raw", [zlab("dflash"), zlab(), PROJECTED, deepspec()])
