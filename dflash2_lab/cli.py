@@ -121,6 +121,15 @@ def _trace_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trace-batch-size", type=int, default=32, help="requests decoded together"
     )
+    command.add_argument(
+        "--import",
+        dest="import_file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="check traces made elsewhere instead of making them: Parquet or JSON lines with "
+        "prompt_id, prompt_ids and response_ids; give the sampling options they were made with",
+    )
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
     command.set_defaults(run=_lazy("trace"))
 

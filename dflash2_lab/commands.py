@@ -20,6 +20,7 @@ from dflash2_lab.reproduce import draw_all, main_job
 from dflash2_lab.tables import Run, assert_comparable
 from dflash2_lab.target import Target, load_target
 from dflash2_lab.tracing import trace as trace_prompts
+from dflash2_lab.tracing_import import import_traces, read_rows
 from dflash2_lab.training.data import load_corpus
 from dflash2_lab.training.loop import TrainConfig
 from dflash2_lab.training.loop import train as train_drafter
@@ -72,14 +73,27 @@ def _traced(arguments: argparse.Namespace, target: Target, out: Path) -> Run:
 
 
 def trace(arguments: argparse.Namespace) -> Result:
-    """Trace prompts into a run folder."""
-    run = _traced(arguments, _target(arguments), arguments.out)
+    """Trace prompts into a run folder, or import traces that were made elsewhere."""
+    if arguments.import_file is None:
+        run = _traced(arguments, _target(arguments), arguments.out)
+    elif arguments.prompts is not None:
+        raise LabError("--import and --prompts exclude each other: imported traces hold prompts")
+    else:
+        run = import_traces(
+            _target(arguments),
+            read_rows(arguments.import_file),
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            top_k=arguments.top_k,
+            out=arguments.out,
+        )
     frame = run.traces
     counts = {
         "folder": str(arguments.out),
         "num_requests": len(frame),
         "num_response_tokens": int(frame["response_ids"].map(len).sum()),
         "finish": frame["finish"].value_counts().sort_index().to_dict(),
+        "num_off_policy": int((~frame["on_policy"]).sum()),
         "prompt_set_hash": run.info.get("prompt_set_hash"),
     }
     text = (

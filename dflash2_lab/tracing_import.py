@@ -81,6 +81,33 @@ def import_traces(
     return Run.open(folder)
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows for `import_traces` from a Parquet file or JSON lines.
+
+    Raises:
+        LabError: no such file, or one that cannot be read, with the line of a malformed row.
+    """
+    if path.suffix == ".parquet":
+        try:
+            return pd.read_parquet(path).to_dict("records")
+        except (OSError, ValueError) as error:
+            raise LabError(f"{path}: not a readable Parquet file ({error})") from error
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"{path}: cannot be read ({error})") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise LabError(f"{path}:{number}: not JSON ({error})") from error
+        if row is not None and not isinstance(row, dict):
+            raise LabError(f"{path}:{number}: found {type(row).__name__}, expected a JSON object")
+        rows += [] if row is None else [row]
+    return rows
+
+
 def _import_row(target: Target, row: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A checked `traces` row without log-probabilities."""
     name = row.get("prompt_id")

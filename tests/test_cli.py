@@ -104,6 +104,24 @@ def test_inspect_exits_2_when_a_checkpoint_has_problems(made, capsys, tmp_path):
     assert any("mask_token_id" in problem for problem in json.loads(out)["problems"])
 
 
+def test_imported_traces_are_recorded_like_traced_ones_and_off_policy_ones_are_told(
+    made, capsys, tmp_path
+):
+    traces = Run.open(made / "traces").traces
+    columns = ["prompt_id", "prompt_ids", "response_ids"]
+    traces[columns].to_parquet(tmp_path / "ours.parquet")
+    common = ["--target", made / "target", "--device", "cpu"]
+    files = ["--import", tmp_path / "ours.parquet", "--out", tmp_path / "traces", "--json"]
+    assert json.loads(run(["trace", *common, *files], capsys).out)["num_off_policy"] == 0
+    drafter = ["--drafter", made / "drafter", "--traces", tmp_path / "traces"]
+    run(["record", *common, *drafter, "--out", tmp_path / "run"], capsys)
+    assert Run.open(tmp_path / "run").paths.equals(Run.open(made / "run").paths)
+    row = {"prompt_id": "x", "prompt_ids": [4, 5, 6], "response_ids": [9] * 8}
+    (tmp_path / "other.jsonl").write_text(json.dumps(row) + "\n")
+    files = ["--import", tmp_path / "other.jsonl", "--out", tmp_path / "other", "--json"]
+    assert json.loads(run(["trace", *common, *files], capsys).out)["num_off_policy"] == 1
+
+
 def test_help_of_every_command_needs_no_torch():
     code = (
         "import sys\nfrom dflash2_lab.cli import COMMANDS, main\n"
@@ -143,6 +161,10 @@ BAD = {
     "a drafter of another target": (
         ["record", "{target}", "--drafter", "zoo:dflash", "--traces", "{made}/traces"],
         "hidden",
+    ),
+    "a malformed row to import": (
+        ["trace", "{target}", "--import", "{tmp}/bad.jsonl"],
+        "bad.jsonl:2",
     ),
     "traces and prompts": (
         [
