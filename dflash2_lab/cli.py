@@ -24,6 +24,19 @@ examples:
 """
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Text as it is written, and the default of an option where it says something."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        value = action.default
+        silent = value is None or value is False or value in ([], argparse.SUPPRESS)
+        return text if silent or "default" in text else f"{text} (default: %(default)s)"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = parser().parse_args(argv)
@@ -50,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure where a block-parallel speculative drafter loses acceptance, and what "
         "each fix buys.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (summary, options) in COMMANDS.items():
@@ -58,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
         options(command)
         command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -108,10 +121,10 @@ def _sampling(command: argparse.ArgumentParser) -> None:
         "--max-total", type=int, default=None, help="prompt and response tokens at most"
     )
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--top-p", type=float, default=1.0, help="kept mass; 1 is off")
     command.add_argument("--top-k", type=int, default=0, help="0 is off")
     command.add_argument("--samples", type=int, default=1, help="responses a prompt")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, default=0, help="of every random draw")
 
 
 def _trace_options(command: argparse.ArgumentParser) -> None:
@@ -174,13 +187,17 @@ def _replay_options(command: argparse.ArgumentParser) -> None:
         "--policy", action="append", default=[], help="repeatable; also oracle@k (default: all)"
     )
     command.add_argument("--num-draft", type=int, default=None, help="a shorter verify window")
-    command.add_argument("--acceptance", default="token", choices=("token", "block"))
+    command.add_argument(
+        "--acceptance", default="token", choices=("token", "block"), help="verification rule"
+    )
     command.set_defaults(run=_lazy("replay"))
 
 
 def _train_options(command: argparse.ArgumentParser) -> None:
     _target(command)
-    command.add_argument("--kind", default="dflash2", choices=("dflash", "dflash2"))
+    command.add_argument(
+        "--kind", default="dflash2", choices=("dflash", "dflash2"), help="of drafter"
+    )
     command.add_argument(
         "--data",
         type=Path,
@@ -191,14 +208,14 @@ def _train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mask-token-id", type=int, default=None, help="an id the text never uses"
     )
-    command.add_argument("--num-layers", type=int, default=5)
+    command.add_argument("--num-layers", type=int, default=5, help="of the drafter")
     command.add_argument("--intermediate-size", type=int, default=None, help="default: target's")
     command.add_argument("--block-size", type=int, default=8, help="the anchor counted")
-    command.add_argument("--steps", type=int, default=1000)
+    command.add_argument("--steps", type=int, default=1000, help="optimizer steps")
     command.add_argument("--batch-size", type=int, default=64, help="sequences a step")
     command.add_argument("--num-anchors", type=int, default=64, help="blocks a sequence")
     command.add_argument("--max-length", type=int, default=512, help="tokens a sequence")
-    command.add_argument("--learning-rate", type=float, default=1e-3)
+    command.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak")
     command.add_argument(
         "--soft-labels", type=float, default=0.5, help="weight of the target's law"
     )
@@ -208,7 +225,7 @@ def _train_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--report-every", type=int, default=200, help="steps")
     command.add_argument("--checkpoint-every", type=int, default=1000, help="steps")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, default=0, help="of every random draw")
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
     command.set_defaults(run=_lazy("train"))
 
@@ -244,13 +261,13 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     record = kinds.add_parser(
         "record",
         help="time recording against stepping the reference package, and attention shares",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     _target(record)
-    record.add_argument("--drafter", default="zoo:dflash2")
+    record.add_argument("--drafter", default="zoo:dflash2", help="a folder, a hub id, or zoo:NAME")
     record.add_argument("--limit", type=int, default=4, help="prompts")
-    record.add_argument("--max-new-tokens", type=int, default=96)
-    record.add_argument("--repeats", type=int, default=3)
+    record.add_argument("--max-new-tokens", type=int, default=96, help="response tokens")
+    record.add_argument("--repeats", type=int, default=3, help="rounds of all sides")
     record.add_argument("--out", type=Path, default=Path("runs/bench-record"), help="run folder")
     record.set_defaults(run=_lazy("bench_record"))
 
