@@ -43,14 +43,19 @@ def test_constraints_pin_every_dependency_but_triton():
 CHECK = """
 from pathlib import Path
 import dflash2_lab.kernels.candidate_topk as kernel
+from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
 assert Path(kernel.__file__).is_relative_to({prefix!r}), kernel.__file__
 assert len(load_prompts("default")) == 48
+assert [load_drafter(f"zoo:{{kind}}").settings.kind for kind in ("dflash", "dflash2")] == [
+    "dflash",
+    "dflash2",
+]
 """
 
 
 @pytest.mark.slow
-def test_wheel_holds_kernels_and_prompts_and_runs(tmp_path):
+def test_wheel_holds_kernels_zoo_and_prompts_and_runs(tmp_path):
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command, env=bare):
@@ -64,7 +69,7 @@ def test_wheel_holds_kernels_and_prompts_and_runs(tmp_path):
     source = tmp_path / "source"
     for name in ("dflash2_lab", "kernels"):
         shutil.copytree(ROOT / name, source / name, symlinks=True)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
