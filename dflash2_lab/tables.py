@@ -6,6 +6,7 @@ its final name only when it is complete and on disk, so a run killed at any mome
 shards, and the next run starts at the first missing one.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -52,7 +53,9 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
             f"free the space or fix the folder and run again"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        # Where the folder is no folder there is nothing to remove either.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -149,7 +152,7 @@ def read_run_info(folder: Path) -> dict[str, Any]:
     path = Path(folder) / RUN_INFO_FILE
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise LabError(f"{path}: not found, expected a run folder with {RUN_INFO_FILE}") from error
     except (OSError, ValueError) as error:
         raise LabError(f"{path}: malformed ({error}), expected a JSON object") from error
@@ -207,9 +210,20 @@ class Run:
     frames: dict[str, pd.DataFrame] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, folder: Path | str) -> "Run":
-        """Open a run folder (reads run.json only). Raises LabError as `read_run_info`."""
-        return cls(info=read_run_info(Path(folder)), folder=Path(folder))
+    def open(cls, folder: Path | str, kind: str | None = None) -> "Run":
+        """Open a run folder (reads run.json only); `kind` is the kind of run that is expected.
+
+        Raises:
+            LabError: as `read_run_info`, for another kind, and for a run that was stopped before
+                its end: what is there covers only a part of its prompts.
+        """
+        info = read_run_info(Path(folder))
+        found = info.get("kind")
+        if kind is not None and found != kind:
+            raise LabError(f"{folder}: found a run of kind {found!r}, expected {kind!r}")
+        if info.get("complete") is False:
+            raise LabError(f"{folder}: the run is unfinished; give its command again to go on")
+        return cls(info=info, folder=Path(folder))
 
     @classmethod
     def in_memory(cls, info: Mapping[str, Any], frames: Mapping[str, pd.DataFrame]) -> "Run":

@@ -356,3 +356,11 @@ def test_file_hash_is_sha256(tmp_path):
     assert file_hash(tmp_path / "x") == (
         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     )
+
+
+def test_unfinished_run_is_an_error_and_not_a_smaller_result(tmp_path):
+    write_run_info(tmp_path, {"kind": "record", "complete": False})
+    with pytest.raises(LabError, match="unfinished"):
+        Run.open(tmp_path)
+    write_run_info(tmp_path, {"kind": "record", "complete": True})
+    assert Run.open(tmp_path).info["kind"] == "record"
