@@ -74,9 +74,14 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=Help,
         )
         options(command)
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.add_argument("--verbose", action="store_true", help="log details")
+        if name != "bench":  # its own commands have them
+            _output(command)
     return top
+
+
+def _output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--verbose", action="store_true", help="log details")
 
 
 def _target(command: argparse.ArgumentParser) -> None:
@@ -269,6 +274,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     record.add_argument("--max-new-tokens", type=int, default=96, help="response tokens")
     record.add_argument("--repeats", type=int, default=3, help="rounds of all sides")
     record.add_argument("--out", type=Path, default=Path("runs/bench-record"), help="run folder")
+    _output(record)
     record.set_defaults(run=_lazy("bench_record"))
 
 

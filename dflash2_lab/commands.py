@@ -15,6 +15,7 @@ from dflash2_lab.models.inspect import inspect_checkpoint
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
 from dflash2_lab.recording import record as record_traces
+from dflash2_lab.replaying import check_replayable
 from dflash2_lab.report import summarise, text_report
 from dflash2_lab.reproduce import draw_all, main_job
 from dflash2_lab.tables import Run, assert_comparable
@@ -107,7 +108,7 @@ def record(arguments: argparse.Namespace) -> Result:
     """Record a drafter on a trace run, or on prompts that are traced first."""
     if arguments.traces is not None and arguments.prompts is not None:
         raise LabError("--traces and --prompts exclude each other: traces hold their prompts")
-    traces = Run.open(arguments.traces) if arguments.traces is not None else None
+    traces = Run.open(arguments.traces, "trace") if arguments.traces is not None else None
     target = _target(arguments)
     drafter = load_drafter(
         arguments.drafter, target=target, dtype=arguments.dtype, device=_device(arguments)
@@ -127,9 +128,11 @@ def record(arguments: argparse.Namespace) -> Result:
         attention=not arguments.no_attention,
         seed=arguments.seed,
     )
-    if arguments.anchor_stride > 1:
-        text = f"recorded every {arguments.anchor_stride}th anchor; a replay needs every one"
-        return {"text": f"{text}\n{arguments.out}", "json": {"folder": str(arguments.out)}}
+    try:
+        check_replayable(run)
+    except LabError as error:
+        text = f"recorded; acceptance cannot be replayed: {error}\n{arguments.out}"
+        return {"text": text, "json": {"folder": str(arguments.out)}}
     summary = summarise(run)
     text = text_report({drafter.name: summary}) + f"\nrun folder: {arguments.out}"
     return {"text": text, "json": summary | {"folder": str(arguments.out)}}
@@ -137,7 +140,7 @@ def record(arguments: argparse.Namespace) -> Result:
 
 def replay(arguments: argparse.Namespace) -> Result:
     """Replay policies of a recorded run."""
-    run = Run.open(arguments.folder)
+    run = Run.open(arguments.folder, "record")
     summary = summarise(
         run,
         arguments.policy or None,
@@ -194,7 +197,7 @@ def figures(arguments: argparse.Namespace) -> Result:
     runs: dict[str, Run] = {}
     for word in arguments.runs:
         name, equals, folder = word.rpartition("=")
-        run = Run.open(Path(folder))
+        run = Run.open(folder, "record")
         name = name if equals else run.info["drafter"]["name"]
         if name in runs:
             raise LabError(f"two runs are called {name!r}; name them, as in NAME=RUN")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from dflash2_lab.benchmarks import BENCHMARKS, Row, benchmark_rows
 from dflash2_lab.errors import LabError
 
@@ -196,16 +198,23 @@ def _apply_template(
             f"target {target.name}: its tokenizer has no chat template; give one as the template "
             "option chat_template"
         )
-    return target.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=tokenize, return_dict=False, **options
-    )
+    own = {"add_generation_prompt": True, "tokenize": tokenize, "return_dict": False}
+    taken = sorted(own.keys() & options)
+    if taken:
+        raise LabError(
+            f"template option {taken[0]}: is set here, expected an option of the template"
+        )
+    try:
+        return target.tokenizer.apply_chat_template(messages, **own, **options)
+    except (TemplateError, TypeError) as error:  # a template of bad syntax, or one that refuses
+        raise LabError(f"target {target.name}: its chat template fails: {error}") from error
 
 
 def _read_lines(path: Path) -> list[Row]:
     rows: list[Row] = []
     seen: dict[str, int] = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"prompts {path}: cannot read it: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -236,6 +245,9 @@ def _checked_row(raw: Any, dataset: str, where: str) -> Row:
         raise LabError(f"{where}: turns: found {turns!r}, expected a list of strings")
     if not turns or not all(turn.strip() for turn in turns):
         raise LabError(f"{where}: prompt {name!r} is empty, or one of its turns is")
+    for text in (name, dataset, *turns):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise LabError(f"{where}: {text!r} holds half of a surrogate pair, which is no text")
     return name, tuple(turns), dataset
 
 

@@ -7,10 +7,12 @@ the attention mass on context, anchor and drafted rows go into tables (shards of
 a killed run goes on where it stopped).
 """
 
+import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,6 +36,8 @@ from dflash2_lab.sampling import Sampling, row_key, uniforms
 from dflash2_lab.schema import empty_frame
 from dflash2_lab.tables import Run, open_folder, shard_done, write_run_info, write_shard
 from dflash2_lab.target import Target, features
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,11 @@ def run_info(
     """What run.json says: everything that the numbers depend on."""
     settings = drafter.settings
     frame = traces.traces
+    foreign = _other_weights(traces.info.get("target"), target.identity)
+    if foreign:
+        logger.warning(
+            "%s, so they are marked off-policy: recall can be read, acceptance not", foreign
+        )
     return {
         "kind": "record",
         "target": target.identity,
@@ -155,7 +164,7 @@ def run_info(
         "token_hash": token_hash(frame),
         "template": traces.info.get("template"),
         "trace_target": traces.info.get("target"),
-        "on_policy": bool(frame["on_policy"].all()),
+        "on_policy": bool(frame["on_policy"].all()) and not foreign,
         "num_requests": len(frame),
         "policies": list(options.policies),
         "anchor_stride": options.anchor_stride,
@@ -166,6 +175,17 @@ def run_info(
         "environment": environment(target.device),
         "complete": False,
     }
+
+
+def _other_weights(traced: Mapping[str, Any] | None, recorded: Mapping[str, Any]) -> str:
+    """Says so when the traces are known to come from other weights than the target's, else ''."""
+    sides = [
+        {name: value for name, value in (side or {}).get("files", {}).items() if "tensors" in name}
+        for side in (traced, recorded)
+    ]
+    if not all(sides) or sides[0] == sides[1]:
+        return ""
+    return f"the traces were made by target {traced['name']}, not by {recorded['name']}"
 
 
 @torch.inference_mode()

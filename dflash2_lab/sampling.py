@@ -33,7 +33,7 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
+        if not 0.0 <= self.temperature < float("inf"):
             raise LabError(f"temperature: found {self.temperature}, expected a number >= 0")
         if not 0.0 < self.top_p <= 1.0:
             raise LabError(f"top_p: found {self.top_p}, expected 0 < top_p <= 1")

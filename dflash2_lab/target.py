@@ -110,10 +110,15 @@ def load_target(
         device: any torch device.
 
     Raises:
-        LabError: unknown dtype, missing file, folder, package or hub id, or a broken checkpoint.
+        LabError: unknown dtype or device, missing file, folder, package or hub id, or a broken
+            checkpoint.
     """
     if dtype not in _DTYPES:
         raise LabError(f"target dtype: found {dtype!r}, expected one of {sorted(_DTYPES)}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
+        raise LabError(f"device {device}: cannot be used here ({error})") from error
     folder = _resolve(str(name))
     model, tokenizer = _load_checkpoint(folder, str(name), _DTYPES[dtype])
     model.requires_grad_(False)

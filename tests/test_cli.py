@@ -9,7 +9,7 @@ import pytest
 from drafters import tiny_drafter
 from helpers import save_tiny
 
-from dflash2_lab.cli import main
+from dflash2_lab.cli import main, parser
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.tables import Run
 
@@ -122,6 +122,46 @@ def test_imported_traces_are_recorded_like_traced_ones_and_off_policy_ones_are_t
     assert json.loads(run(["trace", *common, *files], capsys).out)["num_off_policy"] == 1
 
 
+def flow_with(made, tmp_path, *options):
+    common = ["--target", made / "target", "--device", "cpu", "--drafter", made / "drafter"]
+    return ["record", *common, *options, "--out", tmp_path / "run", "--json"]
+
+
+@pytest.mark.parametrize("why", ["stride", "off-policy"])
+def test_a_recording_that_cannot_be_replayed_is_told_and_drawn_without_acceptance(
+    why, made, capsys, tmp_path
+):
+    options = ["--traces", made / "traces", "--anchor-stride", 3]
+    if why == "off-policy":
+        row = {"prompt_id": "x", "prompt_ids": [4, 5, 6], "response_ids": [9] * 8}
+        (tmp_path / "other.jsonl").write_text(json.dumps(row) + "\n")
+        common = ["--target", made / "target", "--device", "cpu"]
+        files = ["--import", tmp_path / "other.jsonl", "--out", tmp_path / "other"]
+        run(["trace", *common, *files], capsys)
+        options = ["--traces", tmp_path / "other"]
+    done = run(flow_with(made, tmp_path, *options), capsys)
+    assert json.loads(done.out) == {"folder": str(tmp_path / "run")}
+    figures = ["figures", tmp_path / "run", "--format", "json", "--out", tmp_path / "figures"]
+    told = run(figures, capsys).err
+    names = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert names == {"recall_by_slot", "suffix_decay", "attention_share"}
+    assert "acceptance by policy is left out" in told
+
+
+def test_traces_of_other_weights_are_off_policy(made, capsys, tmp_path):
+    save_tiny(tmp_path / "target", seed=5)
+    options = ["--traces", made / "traces", "--target", tmp_path / "target"]
+    told = run(flow_with(made, tmp_path, *options), capsys).err
+    assert Run.open(tmp_path / "run").info["on_policy"] is False
+    assert "the traces were made by target" in told
+
+
+def test_benchmarks_take_json_and_verbose():
+    arguments = parser().parse_args(["bench", "record", "--json", "--verbose"])
+    assert arguments.json
+    assert arguments.verbose
+
+
 def test_help_of_every_command_needs_no_torch():
     code = (
         "import sys\nfrom dflash2_lab.cli import COMMANDS, main\n"
@@ -135,6 +175,10 @@ def test_help_of_every_command_needs_no_torch():
     assert done.stdout.count("usage: dflash2-lab") >= 8
 
 
+TRAIN = (
+    *("train", "{target}", "--data", "{made}/traces", "--held-out", "1", "--num-layers", "1"),
+    *("--steps", "1", "--batch-size", "2", "--mask-token-id", "3"),
+)
 BAD = {
     "a missing run": (["replay", "{tmp}/none"], "run.json"),
     "an unknown policy": (["replay", "{made}/run", "--policy", "viterbi"], "viterbi"),
@@ -185,6 +229,34 @@ BAD = {
     "two runs of one name": (
         ["figures", "a={made}/run", "a={made}/run", "--out", "{tmp}/figures"],
         "called 'a'",
+    ),
+    "a trace run to replay": (["replay", "{made}/traces"], "kind 'trace', expected 'record'"),
+    "a trace run to draw": (["figures", "{made}/traces"], "kind 'trace', expected 'record'"),
+    "a file as run": (["replay", "{made}/prompts.jsonl"], "not found, expected a run folder"),
+    "a file as trace folder": (
+        ["trace", "{target}", "--prompts", "default", "--out", "{made}/prompts.jsonl"],
+        "prompts.jsonl",
+    ),
+    "a file as figure folder": (
+        ["figures", "{made}/run", "--format", "json", "--out", "{made}/prompts.jsonl"],
+        "prompts.jsonl",
+    ),
+    "a file as training folder": (
+        [*TRAIN, "--out", "{made}/prompts.jsonl"],
+        "prompts.jsonl: cannot be made a folder",
+    ),
+    "a trace run as training folder": ([*TRAIN, "--out", "{made}/traces"], "choose another"),
+    "an unknown device": (
+        ["trace", "{target}", "--device", "gpu", "--prompts", "default"],
+        "device gpu: cannot be used",
+    ),
+    "an endless temperature": (
+        ["trace", "{target}", "--prompts", "default", "--temperature", "inf"],
+        "temperature: found inf",
+    ),
+    "a template option that is not the template's": (
+        ["trace", "{target}", "--prompts", "default", "--template-option", "tokenize=false"],
+        "template option tokenize",
     ),
     "no such data": (["train", "{target}", "--data", "{tmp}/none.parquet"], "none.parquet"),
 }

@@ -49,6 +49,12 @@ def test_line_separators_inside_strings_do_not_split_lines(tmp_path):
     assert load_prompts(path)[0].turns == ("one\u2028two\x85three",)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "turns": ["hi"]}\r\n')
+    assert [prompt.id for prompt in load_prompts(path)] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -63,6 +69,8 @@ def test_line_separators_inside_strings_do_not_split_lines(tmp_path):
         ({"id": "b", "turns": ["x", " \n"]}, "'b' is empty"),
         ({"id": "b", "turns": ["x"], "dataset": ""}, "dataset"),
         ({"id": "a", "turns": ["x"]}, "came before, on line 1"),
+        ({"id": "b", "turns": ["\ud800"]}, "half of a surrogate pair"),
+        ({"id": "\udfff", "turns": ["x"]}, "half of a surrogate pair"),
     ],
 )
 def test_malformed_lines_are_errors_with_file_and_line(tmp_path, bad, message):
@@ -142,6 +150,12 @@ def test_target_without_template_is_an_error_unless_one_is_given():
         render(target, Prompt("a", ("hi",), "x"))
     own = (("chat_template", "{{ messages[0]['content'] }}!"),)
     assert text_of(target, Prompt("a", ("hi",), "x", template_options=own)) == "hi!"
+
+
+@pytest.mark.parametrize("template", ["{{ broken", "{{ raise_exception('no system role') }}"])
+def test_a_template_that_fails_is_an_error_of_the_target(template):
+    with pytest.raises(LabError, match="tiny-qwen3: its chat template fails"):
+        render(tiny_target(), Prompt("a", ("hi",), "d", None, (("chat_template", template),)))
 
 
 def test_asking_for_a_turn_too_many_is_an_error():

@@ -28,7 +28,7 @@ from dflash2_lab.models.config import to_zlab
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.models.layers import embed_rows
-from dflash2_lab.tables import write_atomic
+from dflash2_lab.tables import RUN_INFO_FILE, write_atomic
 from dflash2_lab.target import Target, features
 from dflash2_lab.training.data import Batch, Corpus, batches, make_batch, prefetch
 from dflash2_lab.training.losses import backbone_loss, selector_loss, slot_weights
@@ -86,7 +86,12 @@ def train(
     that is not finite.
     """
     _check_trainable(target, drafter)
-    out.mkdir(parents=True, exist_ok=True)
+    if (out / RUN_INFO_FILE).is_file():
+        raise LabError(f"{out}: holds a run of tables; choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"{out}: cannot be made a folder ({error.strerror})") from error
     drafter.to(device=target.device, dtype=target.dtype).train()
     params = [p for p in drafter.parameters() if p.requires_grad]
     masters = [p.detach().float().clone().requires_grad_() for p in params]
