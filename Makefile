@@ -33,7 +33,8 @@ test: $(STAMP)
 	$(PYTEST) -m 'not slow'
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not timed'
+	$(BIN)/python -m pytest -m timed
 
 # The figures of record, drawn again from the tables beside them: nothing may change.
 figures: $(STAMP)
