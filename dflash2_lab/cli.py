@@ -7,6 +7,7 @@ output; everything else (progress, log, warnings) goes to standard error.
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dflash2-lab: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
-    print(json.dumps(result["json"]) if arguments.json else result["text"])
+    try:
+        print(json.dumps(result["json"]) if arguments.json else result["text"], flush=True)
+    except BrokenPipeError:  # as in `... | head`; the interpreter's own flush must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return result.get("code", 0)
 
 

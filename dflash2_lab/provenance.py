@@ -12,6 +12,8 @@ import pandas as pd
 import torch
 from torch import nn
 
+from dflash2_lab.errors import LabError
+
 PACKAGES = ("dflash2-lab", "torch", "transformers", "triton", "numpy", "pandas", "pyarrow")
 
 
@@ -25,6 +27,14 @@ def environment(device: torch.device) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
     }
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise LabError for a device that does not exist here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
+        raise LabError(f"device {device}: cannot be used here ({error})") from error
 
 
 def git_commit() -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dflash2_lab.errors import LabError
 from dflash2_lab.gguf_cache import converted_folder, packaged_smollm2, read_manifest
+from dflash2_lab.provenance import check_device
 from dflash2_lab.tables import file_hash
 
 if TYPE_CHECKING:
@@ -115,10 +116,7 @@ def load_target(
     """
     if dtype not in _DTYPES:
         raise LabError(f"target dtype: found {dtype!r}, expected one of {sorted(_DTYPES)}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
-        raise LabError(f"device {device}: cannot be used here ({error})") from error
+    check_device(device)
     folder = _resolve(str(name))
     model, tokenizer = _load_checkpoint(folder, str(name), _DTYPES[dtype])
     model.requires_grad_(False)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
@@ -93,7 +94,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError) as error:
             raise LabError(f"{path}: not a readable Parquet file ({error})") from error
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"{path}: cannot be read ({error})") from error
     rows = []
@@ -115,7 +116,8 @@ def _import_row(target: Target, row: Mapping[str, Any], number: int) -> dict[str
     lists = {}
     for key in ("prompt_ids", "response_ids"):
         ids = row.get(key)
-        if ids is None or len(ids) == 0:
+        listed = isinstance(ids, list | tuple | np.ndarray)
+        if not listed or len(ids) == 0 or not all(map(_is_integer, ids)):
             raise LabError(f"{where}: {key}: found {ids!r}, expected at least one token id")
         lists[key] = [int(token) for token in ids]
         bad = [token for token in lists[key] if not 0 <= token < target.vocab_size]
@@ -134,11 +136,23 @@ def _import_row(target: Target, row: Mapping[str, Any], number: int) -> dict[str
         raise LabError(f"{where}: response_ids go on after an end token")
     return {
         "prompt_id": str(number) if name is None else str(name),
-        "turn": int(row.get("turn", 0)),
-        "sample": int(row.get("sample", 0)),
+        "turn": _count(row, "turn", where),
+        "sample": _count(row, "sample", where),
         "dataset": str(row.get("dataset", "imported")),
         "finish": "eos" if response[-1] in target.eos_token_ids else "length",
     } | lists
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _count(row: Mapping[str, Any], key: str, where: str) -> int:
+    value = row.get(key)
+    value = 0 if value is None else value
+    if not _is_integer(value) or value < 0:
+        raise LabError(f"{where}: {key}: found {value!r}, expected 0, 1, 2, ...")
+    return int(value)
 
 
 def _force_batches(

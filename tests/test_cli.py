@@ -1,6 +1,7 @@
 """The command line on tiny models: every command, --json, exit codes, one-line errors."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,14 @@ def test_traces_of_other_weights_are_off_policy(made, capsys, tmp_path):
     told = run(flow_with(made, tmp_path, *options), capsys).err
     assert Run.open(tmp_path / "run").info["on_policy"] is False
     assert "the traces were made by target" in told
+
+
+def test_a_reader_that_leaves_early_is_no_error(made, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["replay", str(made / "run"), "--json"]) == 0
 
 
 def test_benchmarks_take_json_and_verbose():

@@ -69,6 +69,11 @@ def test_weights_are_cast_and_rotary_frequencies_stay_fp32(tmp_path, dtype):
     assert drafter.rotary_emb.inv_freq.device.type == "cpu"
 
 
+def test_unknown_device_is_an_error(tmp_path):
+    with pytest.raises(LabError, match="device gpu: cannot be used here"):
+        load_drafter(write(tmp_path, zlab()), device="gpu")
+
+
 def test_unknown_dtype_is_an_error(tmp_path):
     with pytest.raises(LabError, match=r"dtype is 'int4', expected one of float32"):
         load_drafter(write(tmp_path, zlab()), dtype="int4")

@@ -213,6 +213,11 @@ def test_folder_without_config_is_an_error(tmp_path):
         load_target(tmp_path)
 
 
+def test_unknown_device_is_an_error():
+    with pytest.raises(LabError, match="device gpu: cannot be used here"):
+        load_target("smollm2-135m", device="gpu")
+
+
 def test_unknown_dtype_is_an_error():
     with pytest.raises(LabError, match="float8"):
         load_target("smollm2-135m", dtype="float8")

@@ -86,6 +86,13 @@ ROW = {"prompt_id": "p", "prompt_ids": [5, 6], "response_ids": [7, END_ID]}
         ({"response_ids": [264]}, "id 264 is outside the vocabulary of 264"),
         ({"prompt_ids": [-1]}, "id -1 is outside"),
         ({"response_ids": [END_ID, 7]}, "after an end token"),
+        ({"response_ids": [7.5]}, "response_ids: found"),
+        ({"response_ids": "hello"}, "response_ids: found 'hello'"),
+        ({"response_ids": [[7]]}, "response_ids: found"),
+        ({"response_ids": 7}, "response_ids: found 7"),
+        ({"response_ids": [None]}, "response_ids: found"),
+        ({"turn": "x"}, "turn: found 'x'"),
+        ({"sample": -1}, "sample: found -1"),
         ({"prompt_ids": [5] * 511}, "513 tokens, but target tiny-qwen3 has 512"),
     ],
 )

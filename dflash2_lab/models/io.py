@@ -32,6 +32,7 @@ from dflash2_lab.models.tensors import (
     scan_checkpoint,
     tensor_problems,
 )
+from dflash2_lab.provenance import check_device
 from dflash2_lab.tables import file_hash
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def load_drafter(
     With a `target`, its width, embedding rows and layer count are checked first. Raises `LabError`
     that names every problem of the config or of the tensors.
     """
+    check_device(device)
     folder = find_checkpoint(name)
     layers = None if target is None else target.num_layers
     config = read_config(read_raw_config(folder), f"{name}: {CONFIG}", layers)
