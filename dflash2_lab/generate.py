@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from dflash2_lab.errors import LabError
 from dflash2_lab.sampling import Sampling, choose, uniforms
 from dflash2_lab.target import Target, positions_from_mask
 
@@ -128,7 +129,17 @@ def _generate_batch(
             seen = seen[:, None, None] if fast else seen
             logits = _forward(target, token[:, None], seen, lengths[:, None] + step, cache)
     progress(remaining)
+    check_logprobs(target, logprob[1])
     return _answers(tokens, logprob, ends, eos)
+
+
+def check_logprobs(target: Target, logprob: Tensor) -> None:
+    """Raise LabError when log-probabilities before the filters say that the logits are broken."""
+    if torch.isnan(logprob).any():
+        raise LabError(
+            f"target {target.name}: its logits are not finite in {target.dtype} (NaN weights, or "
+            "values beyond the range of the dtype)"
+        )
 
 
 def _answers(tokens: Tensor, logprob: Tensor, ends: Tensor, eos: Tensor) -> list[Continuation]:

@@ -97,6 +97,11 @@ def render(target: Target, prompt: Prompt, history: Sequence[str] = ()) -> list[
         )
     messages = _messages(prompt, history)
     ids = _apply_template(target, messages, dict(prompt.template_options), tokenize=True)
+    if not ids:
+        raise LabError(
+            f"prompt {prompt.id}, turn {len(history)}: no token is left of it (has target "
+            f"{target.name} its tokenizer files?)"
+        )
     if target.max_positions is not None and len(ids) >= target.max_positions:
         raise LabError(
             f"prompt {prompt.id}, turn {len(history)}: {len(ids)} tokens, but target "

@@ -129,7 +129,8 @@ def choose(
         tokens, law = logits.argmax(dim=-1), None
     else:
         law = filter_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k)
-        tokens = inverse_cdf(law, uniform)
+        # A law of NaN ends behind the last token; the caller sees it by the log-probability.
+        tokens = inverse_cdf(law, uniform).clamp_max(logits.shape[-1] - 1)
     return tokens, *_logprobs(logits, tokens, sampling, law)
 
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.generate import pad_left
+from dflash2_lab.generate import check_logprobs, pad_left
 from dflash2_lab.sampling import Sampling, token_logprobs
 from dflash2_lab.tables import Run, open_folder, write_run_info, write_shard
 from dflash2_lab.target import Target, positions_from_mask
@@ -184,6 +184,7 @@ def _teacher_force(target: Target, batch: Sequence[dict[str, Any]], sampling: Sa
     ).logits[:, :-1]
     tokens = ids[:, -longest:]
     filtered, plain = token_logprobs(logits, tokens, sampling)
+    check_logprobs(target, plain[mask[:, -longest:]])
     if sampling.greedy:
         logits = logits.float()
         best = logits.amax(dim=-1)

@@ -158,6 +158,11 @@ def test_a_template_that_fails_is_an_error_of_the_target(template):
         render(tiny_target(), Prompt("a", ("hi",), "d", None, (("chat_template", template),)))
 
 
+def test_a_prompt_without_a_token_is_an_error():
+    with pytest.raises(LabError, match="prompt a, turn 0: no token is left"):
+        render(tiny_target(), Prompt("a", ("hi",), "d", None, (("chat_template", "{# #}"),)))
+
+
 def test_asking_for_a_turn_too_many_is_an_error():
     with pytest.raises(LabError, match="turn 1 asked for, it has 1"):
         render(tiny_target(), Prompt("a", ("hi",), "x"), ["answer"])

@@ -211,6 +211,19 @@ def test_bad_options_are_named(options, message):
         trace(tiny_target(), PROMPTS[:1], **options)
 
 
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_a_target_of_broken_weights_is_an_error_and_leaves_no_traces(name, law, tmp_path):
+    target = tiny_target()
+    made = trace(target, PROMPTS[:2], max_new_tokens=4).traces.to_dict("records")
+    target.model.get_parameter(name)[5, 0] = torch.nan
+    with pytest.raises(LabError, match="tiny-qwen3: its logits are not finite"):
+        trace(target, PROMPTS[:2], max_new_tokens=4, out=tmp_path, **law)
+    assert not list(tmp_path.glob("*.parquet"))
+    with pytest.raises(LabError, match="tiny-qwen3: its logits are not finite"):
+        import_traces(target, made, **law)
+
+
 def test_repeated_ids_and_no_prompts_are_errors():
     with pytest.raises(LabError, match="'p0' comes twice"):
         trace(tiny_target(), [PROMPTS[0], PROMPTS[0]])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 
 import numpy as np
 import pandas as pd
@@ -185,6 +186,18 @@ def test_a_diverging_run_stops_with_an_error_and_keeps_no_checkpoint_of_it(tmp_p
     assert not (tmp_path / "a" / "drafter").exists()
     saved = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
     assert saved["step"] < config.steps
+
+
+def test_reports_on_a_full_disk_are_an_error_that_names_the_file(tmp_path, monkeypatch):
+    target, data = tiny_target(), a_corpus(tmp_path)
+
+    def full_disk(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(LabError, match=r"train\.jsonl: could not be written"):
+        train(target, fresh(target), *data, SMALL, tmp_path / "a")
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):

@@ -150,8 +150,8 @@ def train(
             record |= {"step": step + 1, "lr": group["lr"]}
             record["steps_per_second"] = (step + 1 - first) / (time.perf_counter() - started)
             record |= validate(target, drafter, validation, config)
-            with log_path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            log = [*_lines(log_path), json.dumps(record) + "\n"]
+            write_atomic(log_path, lambda handle, log=log: handle.write("".join(log).encode()))
             progress.set_postfix(
                 loss=f"{record['backbone']:.3f}", recall=f"{record['recall@1'][0]:.3f}"
             )
@@ -268,9 +268,13 @@ def _keep_reports(path: Path, first: int) -> None:
     """Drop what a killed run reported after its last checkpoint: those steps come again."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
+    lines = _lines(path)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first]
     write_atomic(path, lambda handle: handle.write("".join(kept).encode()))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
 
 
 def _checkpoint(
