@@ -13,7 +13,9 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.figures import FORMATS, save_figures
 from dflash2_lab.models.inspect import inspect_checkpoint
 from dflash2_lab.models.io import load_drafter
+from dflash2_lab.policies import check_policies
 from dflash2_lab.prompts import load_prompts
+from dflash2_lab.recording import RecordOptions
 from dflash2_lab.recording import record as record_traces
 from dflash2_lab.replaying import check_replayable
 from dflash2_lab.report import summarise, text_report
@@ -113,20 +115,21 @@ def record(arguments: argparse.Namespace) -> Result:
     drafter = load_drafter(
         arguments.drafter, target=target, dtype=arguments.dtype, device=_device(arguments)
     )
+    options = {
+        "anchor_stride": arguments.anchor_stride,
+        "keep_candidates": arguments.keep_candidates,
+        "batch_size": arguments.batch_size,
+        "memory_gb": arguments.memory_gb,
+        "attention": not arguments.no_attention,
+        "seed": arguments.seed,
+    }
+    # Tracing can take hours: a bad option is told before it.
+    check_policies(arguments.policy or ("top1",), drafter.settings.kind)
+    RecordOptions(("top1",), **options)
     if traces is None:
         traces = _traced(arguments, target, arguments.out / "traces")
     run = record_traces(
-        target,
-        drafter,
-        traces,
-        policies=arguments.policy or None,
-        out=arguments.out,
-        anchor_stride=arguments.anchor_stride,
-        keep_candidates=arguments.keep_candidates,
-        batch_size=arguments.batch_size,
-        memory_gb=arguments.memory_gb,
-        attention=not arguments.no_attention,
-        seed=arguments.seed,
+        target, drafter, traces, policies=arguments.policy or None, out=arguments.out, **options
     )
     try:
         check_replayable(run)

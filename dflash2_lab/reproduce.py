@@ -53,6 +53,9 @@ def main_job(
     """Tables under `out/traces` and `out/<drafter>`, figures under `out/figures`, the summary in
     `out/summary.json`; returns {"text", "json"}. What is already there is reused."""
     started = time.perf_counter()
+    dtype = str(target.dtype).removeprefix("torch.")
+    # Drafters first: one that does not fit is told before the target has traced anything.
+    loaded = [load_drafter(name, target, dtype=dtype, device=target.device) for name in drafters]
     traces = trace(
         target,
         load_prompts(prompts, limit=limit),
@@ -60,9 +63,7 @@ def main_job(
         out=out / "traces",
     )
     runs: dict[str, Run] = {}
-    for name in drafters:
-        dtype = str(target.dtype).removeprefix("torch.")
-        drafter = load_drafter(name, target=target, dtype=dtype, device=target.device)
+    for drafter in loaded:
         folder = out / drafter.name.removeprefix("zoo:")
         runs[folder.name] = record(target, drafter, traces, out=folder)
     warnings = assert_comparable(runs)

@@ -215,6 +215,20 @@ BAD = {
         ["record", "{target}", "--drafter", "zoo:dflash", "--traces", "{made}/traces"],
         "hidden",
     ),
+    "a policy that the drafter lacks, before anything is traced": (
+        [
+            *("record", "{target}", "--drafter", "{made}/drafter", "--policy", "viterbi"),
+            *("--prompts", "{tmp}/no.jsonl"),
+        ],
+        "viterbi",
+    ),
+    "a stride of zero, before anything is traced": (
+        [
+            *("record", "{target}", "--drafter", "{made}/drafter", "--anchor-stride", "0"),
+            *("--prompts", "{tmp}/no.jsonl"),
+        ],
+        "anchor_stride",
+    ),
     "a malformed row to import": (
         ["trace", "{target}", "--import", "{tmp}/bad.jsonl"],
         "bad.jsonl:2",
