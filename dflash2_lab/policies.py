@@ -58,12 +58,18 @@ class Block:
 
 
 class Candidates(NamedTuple):
-    """The K best unary tokens of each slot and the selector's scores of every pair of them."""
+    """The K best unary tokens of each slot and, with a selector, their pairwise scores: `forced`
+    after the trace's token, `lattice` after every candidate of the slot before."""
 
     ids: Int[Tensor, "n P K"]
     unary: Float[Tensor, "n P K"]
-    first: Float[Tensor, "n K"] | None
+    forced: Float[Tensor, "n P K"] | None
     lattice: Float[Tensor, "n P1 K K"] | None
+
+    @property
+    def first(self) -> Float[Tensor, "n K"] | None:
+        """Pairwise scores of the first slot, whose predecessor is the anchor in any walk."""
+        return None if self.forced is None else self.forced[:, 0]
 
 
 def check_policies(policies: Sequence[str], kind: str) -> None:
@@ -90,14 +96,13 @@ def candidates(block: Block) -> Candidates:
     selector, embedding = block.drafter.candidate_selector, block.embedding
     gate = selector.hidden_projection(block.hidden)
     successors = selector.successor(ids, embedding)
-    anchor = selector.predecessor(block.before[:, 0], embedding)
-    first = pairwise_scores(anchor, gate[:, 0], successors[:, 0])
+    forced = pairwise_scores(selector.predecessor(block.before, embedding), gate, successors)
     lattice = lattice_scores(
         selector.predecessor(ids[:, :-1], embedding).flatten(0, 1),
         gate[:, 1:].flatten(0, 1),
         successors[:, 1:].flatten(0, 1),
     ).unflatten(0, (num_blocks, num_draft - 1))
-    return Candidates(ids, unary, first, lattice)
+    return Candidates(ids, unary, forced, lattice)
 
 
 def propose(block: Block, found: Candidates, policy: str) -> Proposal:
@@ -121,15 +126,9 @@ def propose(block: Block, found: Candidates, policy: str) -> Proposal:
 def _selector(
     block: Block, found: Candidates, temperature: float, uniforms: Tensor | None
 ) -> Proposal:
-    selector, embedding = block.drafter.candidate_selector, block.embedding
     tokens, _ = walk(found.unary, found.ids, found.first, found.lattice, temperature, uniforms)
-    scores = found.unary + pairwise_scores(
-        selector.predecessor(block.before, embedding),
-        selector.hidden_projection(block.hidden),
-        selector.successor(found.ids, embedding),
-    )
     is_target = found.ids == block.targets[..., None]
-    return Proposal(tokens, _target_mass(scores, is_target, temperature))
+    return Proposal(tokens, _target_mass(found.unary + found.forced, is_target, temperature))
 
 
 def _markov(block: Block, temperature: float, uniforms: Tensor | None) -> Proposal:

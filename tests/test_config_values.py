@@ -23,7 +23,6 @@ from dflash2_lab.models.config import (
     read_config,
     resolve_config,
     to_zlab,
-    with_num_draft,
 )
 
 
@@ -112,15 +111,6 @@ def test_building_a_config_by_hand_is_checked_too():
         DrafterConfig(**values | {"selector_rank": None})
     with pytest.raises(LabError, match="kind is 'eagle3'"):
         DrafterConfig(**values | {"kind": "eagle3"} | dict.fromkeys(SELECTOR))
-
-
-@pytest.mark.parametrize("raw", [zlab(), deepspec()])
-def test_fewer_drafts_than_trained_are_fine_and_more_are_an_error(raw):
-    config = read_config(raw, "x")
-    assert with_num_draft(config, 2).num_draft == 2
-    assert with_num_draft(config, config.num_draft) == config
-    with pytest.raises(LabError, match=rf"num_draft {config.num_draft + 1}.* trained for 1\.\."):
-        with_num_draft(config, config.num_draft + 1)
 
 
 def test_drafter_heads_may_differ_from_the_target_s():

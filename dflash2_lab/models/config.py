@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dflash2_lab.errors import LabError
@@ -208,16 +208,6 @@ def _mask_keys(config: DrafterConfig) -> dict[str, Any]:
     if config.causal == sliding:
         return keys  # the published default: sliding layers causal, full layers bidirectional
     raise LabError(f"the z-lab layout cannot say is_causal per layer: {list(config.causal)}")
-
-
-def with_num_draft(config: DrafterConfig, num_draft: int) -> DrafterConfig:
-    """The same drafter with a smaller drafted block. Raises `LabError` for a larger one.
-
-    A block longer than the trained one lowers acceptance at every slot, silently.
-    """
-    if not 1 <= num_draft <= config.num_draft:
-        raise LabError(f"num_draft {num_draft}: this drafter was trained for 1..{config.num_draft}")
-    return replace(config, block_size=config.block_size - config.num_draft + num_draft)
 
 
 def target_problems(
