@@ -1,0 +1,487 @@
+"""Linear maps of a few rows, fused with what stands around them in a decoder layer.
+
+With few rows the time of y = x W^T is that of reading W once, and every further kernel adds its
+launch. So a layer is four products and nothing else:
+
+    qkv     scale(x W^T)                     the RMS norm before it is a factor of each row ...
+    o       x + y,  n * (x + y),  partial sums of (x + y)^2      ... that its producer prepares
+    gate-up silu(scale(x W^T)) * scale(x W'^T)
+    down    as o
+
+A `Stream` carries the residual x, n * x with the next norm's weight n, and partial sums of squares:
+norm(x) W^T = s ((n * x) W^T) with s = 1 / sqrt(mean(x^2) + eps). Weights keep their own bits.
+DFlash 2 puts a grouped convolution before and after each sublayer: the first is applied where its
+kernels are predicted (`conv_project`), the second in the product that it follows.
+
+Between two products the memory would lie idle: the last programs finish, a launch passes, the first
+bytes are on their way. So a kernel is launched while the one before it runs, and loads its first
+weights, which nothing writes, before it waits for it.
+
+Above `MAX_ROWS` rows reading W is no longer the whole cost: there the library's matrix product is
+used, with the norm in a kernel of its own.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from .grouped_conv import grouped_conv
+from .stream import (
+    Norm,
+    Rows,
+    Stream,
+    finish_norm_reference,
+    row_scale,
+    start_stream_reference,
+    start_stream_triton,
+    tile_options,
+)
+from .tools import interpreting, jit, next_power_of_2, on_gpu, tl
+
+MAX_ROWS = 32
+
+
+class Conv(NamedTuple):
+    """Grouped convolution over blocks of `rows` rows (see `grouped_conv`)."""
+
+    dynamic: Float[Tensor, "R taps groups"]
+    base: Float[Tensor, "taps N"]
+    rows: int
+
+    def __call__(self, x: Float[Tensor, "R N"]) -> Float[Tensor, "R N"]:
+        blocks = (part.unflatten(0, (-1, self.rows)) for part in (x, self.dynamic))
+        return grouped_conv(*blocks, self.base).flatten(0, 1)
+
+
+class Workspace(NamedTuple):
+    """Scratch of split products: partial sums, and counters that every launch leaves at zero.
+    Launches that follow one another on a stream share it."""
+
+    partial: Float[Tensor, " floats"]
+    counters: Int[Tensor, " tiles"]
+
+
+class Tiling(NamedTuple):
+    """Work of one program: columns of y, columns of x at a time, programs that share a tile; and the
+    cache lines of each row of W that it asks for before it waits for its input."""
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    lines: int = 0
+
+
+def make_workspace(device: torch.device) -> Workspace:
+    """Room for every product of at most `MAX_ROWS` rows that is split."""
+    counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+    return Workspace(torch.empty(_MAX_TILES * _MAX_SPLITS * 32 * 32, device=device), counters)
+
+
+_MAX_TILES = 128
+_MAX_SPLITS = 4
+
+
+# --- plain torch -----------------------------------------------------------------------------
+
+
+def linear_reference(
+    x: Rows,
+    weight: Float[Tensor, "N K"],
+    bias: Float[Tensor, " N"] | None = None,
+    gated: bool = False,
+) -> Float[Tensor, "R N"]:
+    """y, or silu(first half of y) * second half."""
+    y = F.linear(finish_norm_reference(x), weight, bias)
+    if not gated:
+        return y
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def linear_add_reference(
+    x: Float[Tensor, "R K"],
+    weight: Float[Tensor, "N K"],
+    residual: Float[Tensor, "R N"],
+    norm: Norm,
+    bias: Float[Tensor, " N"] | None = None,
+    conv: Conv | None = None,
+    out: Float[Tensor, "R N"] | None = None,
+) -> Stream:
+    """The stream after residual + conv(x W^T + bias)."""
+    y = F.linear(x, weight, bias)
+    y = residual + (y if conv is None else conv(y))
+    return start_stream_reference(y if out is None else out.copy_(y), norm)
+
+
+def conv_project_reference(
+    x: Rows,
+    projection: Float[Tensor, "outputs H"],
+    base: Float[Tensor, "2 taps H"],
+    rows: int,
+) -> tuple[Float[Tensor, "R H"], Conv]:
+    """x after the convolution before a sublayer, and the one after it; both predicted from x."""
+    value = finish_norm_reference(x)
+    groups = projection.shape[0] // (2 * base.shape[1])
+    dynamic = F.linear(value, projection).unflatten(-1, (2, base.shape[1], groups))
+    return Conv(dynamic[:, 0], base[0], rows)(value), Conv(dynamic[:, 1], base[1], rows)
+
+
+# --- Triton ----------------------------------------------------------------------------------
+
+
+@jit
+def _product(x, w, total, EXACT: tl.constexpr, WIDE: tl.constexpr):
+    """total + x w^T. EXACT keeps fp32 operands whole; WIDE widens bf16 for the interpreter, which
+    would multiply the bits."""
+    if WIDE:
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    if EXACT:
+        return tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    return tl.dot(x, tl.trans(w), total)
+
+
+@jit
+def _prefetch(p_row, size, LINES: tl.constexpr):
+    """Ask the L2 cache for the first `LINES` lines of 128 bytes of each row."""
+    if LINES > 0:
+        line: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
+        p_line = p_row + tl.minimum(tl.arange(0, LINES) * line, size - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit
+def _linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, squares_ptr, out_ptr, residual_ptr, norm_ptr, next_ptr,
+    next_squares_ptr, dynamic_ptr, base_ptr, partial_ptr, counter_ptr,
+    R, N, K, tiles, stride_x, stride_out, stride_residual, stride_row, stride_tap, eps,
+    BIAS: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    i_n, i_split = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, BLOCK_R)
+    cols = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_row, b_col = rows < R, cols < N
+    # Rows of W past its end are read as its last one, and never stored: no mask in the loop.
+    p_weight = weight_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K
+    p_up = p_weight + tl.cast(N, tl.int64) * K
+    m_share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+    first = i_split * m_share
+    last = tl.minimum(first + m_share, K)
+    p_x = x_ptr + rows[:, None] * stride_x
+    if PDL:
+        _prefetch(p_weight + first, last - first, LINES)
+        if GATED:
+            _prefetch(p_up + first, last - first, LINES)
+        tl.extra.cuda.gdc_wait()
+    if TILES > 0:
+        scale = row_scale(squares_ptr, tiles, R, K, eps, TILES, BLOCK_R)
+    total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    total_up = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    if ADD:
+        b_early = b_row[:, None] & b_col[None, :]
+        p_residual = residual_ptr + rows[:, None] * stride_residual + cols[None, :]
+        residual = tl.load(p_residual, mask=b_early, other=0.0).to(tl.float32)
+        norm_weight = tl.load(norm_ptr + cols, mask=b_col, other=0.0).to(tl.float32)
+    for start in range(first, last, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)[None, :]
+        # Without the comparison where K is a multiple of the tile: the mask folds away.
+        b_inner = (inner < last) | EVEN
+        x = tl.load(p_x + inner, mask=b_row[:, None] & b_inner, other=0.0)
+        w = tl.load(p_weight + inner, mask=b_inner, other=0.0)
+        total = _product(x, w, total, EXACT, WIDE)
+        if GATED:
+            up = tl.load(p_up + inner, mask=b_inner, other=0.0)
+            total_up = _product(x, up, total_up, EXACT, WIDE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    b_out = b_row[:, None] & b_col[None, :]
+    if SPLITS > 1:
+        # Whoever comes last adds the parts, in their order: the sum does not depend on the race.
+        tile = tl.arange(0, BLOCK_R)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        p_tile = partial_ptr + i_n * (SPLITS * BLOCK_R * BLOCK_N) + tile
+        tl.store(p_tile + i_split * (BLOCK_R * BLOCK_N), total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + i_n, 1, sem="acq_rel")
+        if arrived < SPLITS - 1:
+            return
+        tl.store(counter_ptr + i_n, 0)
+        total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for split in tl.static_range(SPLITS):
+            total += tl.load(p_tile + split * (BLOCK_R * BLOCK_N), cache_modifier=".cg")
+
+    if TILES > 0:
+        total *= scale[:, None]
+        total_up *= scale[:, None]
+    if BIAS:
+        total += tl.load(bias_ptr + cols, mask=b_col, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(bias_ptr + N + cols, mask=b_col, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    if TAPS > 0:
+        plain = total
+        total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for tap in tl.static_range(TAPS):
+            source = tl.maximum(rows - tap, 0)[:, None] + tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
+            moved = tl.where(((rows % ROWS) >= tap)[:, None], tl.gather(plain, source, 0), 0.0)
+            p_dynamic = dynamic_ptr + rows[:, None] * stride_row + tap * stride_tap
+            kernel = tl.load(p_dynamic + (cols // WIDTH)[None, :], mask=b_out, other=0.0)
+            base = tl.load(base_ptr + tap * N + cols, mask=b_col, other=0.0)
+            total += (base.to(tl.float32)[None, :] + kernel.to(tl.float32)) * moved
+    p_out = out_ptr + rows[:, None] * stride_out + cols[None, :]
+    if ADD:
+        total += residual
+        rounded = total.to(out_ptr.dtype.element_ty)
+        tl.store(p_out, rounded, mask=b_out)
+        total = rounded.to(tl.float32)
+        squares = tl.sum(tl.where(b_out, total * total, 0.0), 1)
+        tl.store(next_squares_ptr + i_n * R + rows, squares, mask=b_row)
+        scaled = total * norm_weight[None, :]
+        tl.store(next_ptr + rows[:, None] * N + cols[None, :], scaled, mask=b_out)
+    else:
+        tl.store(p_out, total, mask=b_out)
+
+
+@jit
+def _conv_project_kernel(
+    x_ptr, weight_ptr, squares_ptr, base_ptr, out_ptr, dynamic_ptr,
+    R, H, tiles, stride_x, eps, GROUPS: tl.constexpr, TAPS: tl.constexpr, TILES: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """One program: the kernels of BLOCK_G channel groups of one side, all taps; on the side before
+    the sublayer it applies them at once."""
+    i_group, i_side = tl.program_id(0), tl.program_id(1)
+    rows, groups = tl.arange(0, BLOCK_R), i_group * BLOCK_G + tl.arange(0, BLOCK_G)
+    b_row, b_group = rows < R, groups < GROUPS
+    # Columns of the product: the taps of a group side by side (padded to a power of two).
+    pairs = tl.arange(0, BLOCK_G * BLOCK_T)
+    outputs = tl.minimum(i_group * BLOCK_G + pairs // BLOCK_T, GROUPS - 1)
+    outputs += (i_side * TAPS + tl.minimum(pairs % BLOCK_T, TAPS - 1)) * GROUPS
+    p_weight = weight_ptr + outputs[:, None] * H
+    p_x = x_ptr + rows[:, None] * stride_x
+    if PDL:
+        _prefetch(p_weight, H, LINES)
+        tl.extra.cuda.gdc_wait()
+    scale = tl.full((BLOCK_R,), 1.0, tl.float32)
+    if TILES > 0:
+        scale = row_scale(squares_ptr, tiles, R, H, eps, TILES, BLOCK_R)
+    total = tl.zeros((BLOCK_R, BLOCK_G * BLOCK_T), tl.float32)
+    for start in range(0, H, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(p_x + inner, mask=b_row[:, None] & (inner < H), other=0.0)
+        w = tl.load(p_weight + inner, mask=inner < H, other=0.0)
+        total = _product(x, w, total, EXACT, WIDE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    dtype = out_ptr.dtype.element_ty
+    taps = tl.arange(0, BLOCK_T)[None, None, :]
+    kernels = tl.reshape(total * scale[:, None], (BLOCK_R, BLOCK_G, BLOCK_T))
+    channels = groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    out = tl.zeros((BLOCK_R, BLOCK_G, WIDTH), tl.float32)
+    for tap in tl.static_range(TAPS):
+        kernel = tl.sum(tl.where(taps == tap, kernels, 0.0), 2).to(dtype)
+        if i_side == 1:
+            p_dynamic = dynamic_ptr + rows[:, None] * (TAPS * GROUPS) + tap * GROUPS
+            tl.store(p_dynamic + groups[None, :], kernel, mask=b_row[:, None] & b_group[None, :])
+        else:
+            before = tl.maximum(rows - tap, 0)
+            b_moved = (b_row & ((rows % ROWS) >= tap))[:, None, None] & b_group[None, :, None]
+            p_moved = x_ptr + before[:, None, None] * stride_x + channels[None, :, :]
+            moved = tl.load(p_moved, mask=b_moved, other=0.0).to(tl.float32)
+            if TILES > 0:
+                moved *= tl.gather(scale, before, 0)[:, None, None]
+            base = tl.load(base_ptr + tap * H + channels, mask=b_group[:, None], other=0.0)
+            out += (base.to(tl.float32)[None, :, :] + kernel.to(tl.float32)[:, :, None]) * moved
+    if i_side == 0:
+        p_out = out_ptr + rows[:, None, None] * H + channels[None, :, :]
+        tl.store(p_out, out, mask=b_row[:, None, None] & b_group[None, :, None])
+
+
+# --- launchers -------------------------------------------------------------------------------
+
+
+def choose_tiling(N: int, K: int, gated: bool, splittable: bool) -> Tiling:
+    """Tiles that keep every processor reading W, as measured on an H200."""
+    small = N * K < 2**22
+    if gated:
+        return Tiling(32, 64, 1, 4, 6) if small else Tiling(64, 128, 1, 4, 3)
+    if splittable and N < 4096:
+        # Too few tiles to go round: several programs share one.
+        return Tiling(32, 128, min(_MAX_SPLITS, -(-K // 512)), 4, 4)
+    if small:
+        return Tiling(32, 64, 1, 2, 6)
+    return Tiling(128, 128, 1, 8, 3) if N >= 32768 and K >= 1024 else Tiling(32, 128, 1, 2, 4)
+
+
+def _launch_options(tiling: Tiling, pdl: bool) -> dict[str, object]:
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return options | ({"launch_pdl": True} if pdl else {})
+
+
+def linear_triton(
+    x: Rows,
+    weight: Float[Tensor, "M K"],
+    bias: Float[Tensor, " M"] | None = None,
+    gated: bool = False,
+    workspace: Workspace | None = None,
+    tiling: Tiling | None = None,
+    pdl: bool = False,
+) -> Float[Tensor, "R N"]:
+    """See `linear`; without a workspace the product is not split."""
+    N = weight.shape[0] // 2 if gated else weight.shape[0]
+    tiling = tiling or choose_tiling(N, weight.shape[1], gated, workspace is not None)
+    out = torch.empty(x.value.shape[0], N, dtype=x.value.dtype, device=x.value.device)
+    _launch(x, weight, bias, out, tiling, pdl, workspace=workspace, gated=gated)
+    return out
+
+
+def linear_add_triton(
+    x: Float[Tensor, "R K"],
+    weight: Float[Tensor, "N K"],
+    residual: Float[Tensor, "R N"],
+    norm: Norm,
+    bias: Float[Tensor, " N"] | None = None,
+    conv: Conv | None = None,
+    out: Float[Tensor, "R N"] | None = None,
+    workspace: Workspace | None = None,
+    tiling: Tiling | None = None,
+    pdl: bool = False,
+) -> Stream:
+    """See `linear_add`; without a workspace the product is not split."""
+    (R, K), N = x.shape, weight.shape[0]
+    tiling = tiling or choose_tiling(N, K, False, workspace is not None)
+    out = torch.empty(R, N, dtype=x.dtype, device=x.device) if out is None else out
+    tiles = -(-N // tiling.block_n)
+    scaled = torch.empty(R, N, dtype=x.dtype, device=x.device)
+    squares = torch.empty(tiles, R, device=x.device)
+    after = (residual, norm, scaled, squares)
+    _launch(Rows(x), weight, bias, out, tiling, pdl, after, conv, workspace)
+    return Stream(out, Rows(scaled, squares, norm.eps))
+
+
+def _launch(
+    x: Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tiling: Tiling,
+    pdl: bool,
+    after: tuple[Tensor, Norm, Tensor, Tensor] | None = None,
+    conv: Conv | None = None,
+    workspace: Workspace | None = None,
+    gated: bool = False,
+) -> None:
+    (R, K), N = x.value.shape, out.shape[1]
+    residual, norm, scaled, squares = after or (None, None, None, None)
+    partial, counters = workspace or (None, None)
+    grid = (-(-N // tiling.block_n), tiling.splits)
+    _linear_kernel[grid](
+        x.value, weight, bias, x.squares, out, residual, norm and norm.weight, scaled, squares,
+        conv and conv.dynamic, conv and conv.base, partial, counters, R, N, K,
+        0 if x.squares is None else x.squares.shape[0], x.value.stride(0), out.stride(0),
+        0 if residual is None else residual.stride(0),
+        *(conv.dynamic.stride()[:2] if conv else (0, 0)), x.eps,
+        BIAS=bias is not None, GATED=gated, ADD=after is not None,
+        TAPS=conv.dynamic.shape[1] if conv else 0,
+        WIDTH=N // conv.dynamic.shape[2] if conv else 1, ROWS=conv.rows if conv else 1,
+        BLOCK_R=max(16, next_power_of_2(R)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        SPLITS=tiling.splits, EVEN=K % (tiling.block_k * tiling.splits) == 0,
+        EXACT=out.dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
+        LINES=tiling.lines,
+        **tile_options(x), **_launch_options(tiling, pdl),
+    )  # fmt: skip
+
+
+def conv_project_triton(
+    x: Rows,
+    projection: Float[Tensor, "outputs H"],
+    base: Float[Tensor, "2 taps H"],
+    rows: int,
+    tiling: Tiling | None = None,
+    pdl: bool = False,
+) -> tuple[Float[Tensor, "R H"], Conv]:
+    """See `conv_project`; `tiling.block_n` counts channel groups."""
+    R, H = x.value.shape
+    taps = base.shape[1]
+    groups = projection.shape[0] // (2 * taps)
+    tiling = tiling or Tiling(8, 256, 1, 4, 4)
+    dtype, device = x.value.dtype, x.value.device
+    out = torch.empty(R, H, dtype=dtype, device=device)
+    dynamic = torch.empty(R, taps, groups, dtype=dtype, device=device)
+    grid = (-(-groups // tiling.block_n), 2)
+    _conv_project_kernel[grid](
+        x.value, projection, x.squares, base, out, dynamic, R, H,
+        0 if x.squares is None else x.squares.shape[0], x.value.stride(0), x.eps,
+        GROUPS=groups, TAPS=taps, WIDTH=H // groups, ROWS=rows,
+        BLOCK_R=max(16, next_power_of_2(R)), BLOCK_G=tiling.block_n,
+        BLOCK_T=next_power_of_2(taps), BLOCK_K=tiling.block_k,
+        EXACT=dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
+        LINES=tiling.lines,
+        **tile_options(x), **_launch_options(tiling, pdl),
+    )  # fmt: skip
+    return out, Conv(dynamic, base[1], rows)
+
+
+# --- what the library calls ------------------------------------------------------------------
+
+
+def linear(
+    x: Rows,
+    weight: Float[Tensor, "M K"],
+    bias: Float[Tensor, " M"] | None = None,
+    gated: bool = False,
+    workspace: Workspace | None = None,
+) -> Float[Tensor, "R N"]:
+    """x W^T + bias of normed rows; with `gated`, silu(first half) * second half (N = M / 2)."""
+    if on_gpu(weight) and x.value.shape[0] <= MAX_ROWS:
+        return linear_triton(x, weight, bias, gated, workspace, pdl=True)
+    return linear_reference(x, weight, bias, gated)
+
+
+def linear_add(
+    x: Float[Tensor, "R K"],
+    weight: Float[Tensor, "N K"],
+    residual: Float[Tensor, "R N"],
+    norm: Norm,
+    bias: Float[Tensor, " N"] | None = None,
+    conv: Conv | None = None,
+    out: Float[Tensor, "R N"] | None = None,
+    workspace: Workspace | None = None,
+) -> Stream:
+    """residual + conv(x W^T + bias), written to `out` when given, as the stream before `norm`."""
+    if not on_gpu(weight):
+        return linear_add_reference(x, weight, residual, norm, bias, conv, out)
+    if x.shape[0] <= MAX_ROWS:
+        return linear_add_triton(x, weight, residual, norm, bias, conv, out, workspace, pdl=True)
+    y = F.linear(x, weight, bias)
+    return start_stream_triton(residual, norm, y if conv is None else conv(y), out)
+
+
+def conv_project(
+    x: Rows,
+    projection: Float[Tensor, "outputs H"],
+    base: Float[Tensor, "2 taps H"],
+    rows: int,
+) -> tuple[Float[Tensor, "R H"], Conv]:
+    """Convolutions around a sublayer, both predicted from its normed input x.
+
+    `projection` is laid out (side, tap, group), side 0 before the sublayer, and `base` likewise;
+    `rows` are the rows of a block. Returns x convolved, and the convolution of the output.
+    """
+    if on_gpu(projection) and x.value.shape[0] <= MAX_ROWS:
+        return conv_project_triton(x, projection, base, rows, pdl=True)
+    return conv_project_reference(x, projection, base, rows)
