@@ -1,0 +1,690 @@
+"""Attention of a short block of query rows per sequence over a static cache, split over its length.
+
+Row g of sequence b sits at position start[b] + g. Its query and the block's keys are normed per
+head (optional) and rotated in the half-split layout,
+
+    n = w x / rms(x),    (n1, n2) -> (n1 cos - n2 sin, n2 cos + n1 sin),
+
+in fp32 and rounded once to the model dtype, as the keys in the cache are. The row sees the cache
+before start[b] and its own block, each within the window if there is one. One launch does it all:
+a program takes the rows of query heads that share a kv head against every n-th tile of the
+cache with an online softmax (maximum m, sum l and output o of what it has seen, in powers of two);
+the last program of that head to finish merges the n partial results,
+
+    m = max_i m_i,   l = sum_i 2^(m_i - m) l_i,   out = sum_i 2^(m_i - m) o_i / l.
+
+How many tiles there are follows from start[b] on the device, so a captured graph serves any length.
+Also here: `store_context`, which puts a drafter's new context rows into the caches of all layers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .tools import jit, next_power_of_2, on_gpu, tl, triton
+
+TILE_BYTES = 32768  # keys and values that a program reads at a time
+UNITS_PER_SPLIT = 1  # a split has at least so many tiles to do, the block's own rows being one
+MAX_SPLITS = 16  # more cost the merge more than they save
+MERGE_UNROLL = 8  # partial results that the merge asks for at once
+FULL_GPU = 64  # kv heads of all sequences that keep a GPU busy without sharing a head's rows out
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of split attention. Launches in order may share one; `counters` rests at zero."""
+
+    partial: Float[Tensor, " outputs"]
+    stats: Float[Tensor, " rows"]
+    counters: Int[Tensor, " heads"]
+
+
+def make_workspace(
+    B: int, KV: int, G: int, H: int, D: int, max_splits: int, device: torch.device | str
+) -> Workspace:
+    """Scratch that is enough for calls of these shapes or smaller ones."""
+    heads, groups = head_groups(B, KV, G, H)
+    programs = B * KV * groups
+    rows = programs * G * heads
+    return Workspace(
+        torch.empty(rows * max_splits * D, dtype=torch.float32, device=device),
+        torch.empty(rows * (2 * max_splits + 3), dtype=torch.float32, device=device),
+        torch.zeros(programs, dtype=torch.int32, device=device),
+    )
+
+
+def head_groups(B: int, KV: int, G: int, H: int) -> tuple[int, int]:
+    """Query heads of a kv head that share a program, and how many such groups there are.
+
+    At small batches 16 rows, the least that a tensor core takes: keys are read more than once then,
+    but from the L2 cache, and the merge has less to do. Otherwise all heads of the kv head.
+    """
+    repeat = H // KV
+    heads = repeat if B * KV >= FULL_GPU else min(repeat, max(1, 16 // G))
+    return heads, -(-repeat // heads)
+
+
+def default_splits(B: int, KV: int, G: int, H: int, S: int, device: torch.device) -> int:
+    """Splits that make two small programs for every multiprocessor, or one large one.
+
+    A cache of S rows bounds them too. Without a GPU to ask, 132 multiprocessors are assumed.
+    """
+    processors = 132
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    _, groups = head_groups(B, KV, G, H)
+    wanted = processors if B * KV >= FULL_GPU else 2 * processors
+    return max(1, min(wanted // (B * KV * groups), S // 64, MAX_SPLITS))
+
+
+def tiling(rows: int, half: int, itemsize: int) -> tuple[int, int]:
+    """Cache rows a tile, and warps a program, such that nothing leaves the registers (sm_90)."""
+    tile = TILE_BYTES // (4 * half * itemsize)
+    small = rows * half <= 1024 and itemsize == 2
+    return min(128 // itemsize, max(16, tile)), 4 if small else 8
+
+
+def rotated(
+    heads: Float[Tensor, "*rows n D"],
+    weight: Float[Tensor, "D"] | None,
+    eps: float,
+    cos: Float[Tensor, "*rows D"],
+    sin: Float[Tensor, "*rows D"],
+) -> Float[Tensor, "*rows n D"]:
+    """RMS norm (if there is a weight) and rotary embedding in fp32, rounded once."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    if weight is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (wide * cos[..., None, :] + turned * sin[..., None, :]).to(heads.dtype)
+
+
+def block_attention_reference(
+    qkv: Float[Tensor, "B G W"],
+    cache_k: Float[Tensor, "B KV S D"],
+    cache_v: Float[Tensor, "B KV S D"],
+    start: Int[Tensor, " B"],
+    cos: Float[Tensor, "N D"],
+    sin: Float[Tensor, "N D"],
+    num_heads: int,
+    q_norm: Float[Tensor, " D"] | None = None,
+    k_norm: Float[Tensor, " D"] | None = None,
+    eps: float = 1e-6,
+    causal: bool = True,
+    window: int | None = None,
+    write: bool = True,
+    num_splits: int | None = None,
+    shares: bool = False,
+    workspace: Workspace | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """One masked softmax over [cache, block] in fp32; neither splits nor workspace matter."""
+    batch, kv_heads, _, width = cache_k.shape
+    rows = qkv.shape[1]
+    offset = torch.arange(rows, device=qkv.device)
+    position = start[:, None] + offset
+    table = position.clamp(max=len(cos) - 1)
+    query, key, value = qkv.unflatten(-1, (-1, width)).split([num_heads, kv_heads, kv_heads], dim=2)
+    query = rotated(query, q_norm, eps, cos[table], sin[table])
+    key = rotated(key, k_norm, eps, cos[table], sin[table])
+
+    length = min(int(start.max()), cache_k.shape[2])
+    cached = torch.arange(length, device=qkv.device)
+    stored = cached < start[:, None]
+    # What lies behind may be NaN, which a weight of zero would not remove.
+    old_keys, old_values = (
+        cache[:, :, :length].masked_fill(~stored[:, None, :, None], 0.0)
+        for cache in (cache_k, cache_v)
+    )
+    distance = offset[:, None] - offset
+    own = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    seen = stored[:, None].expand(-1, rows, -1)
+    if window is not None:
+        own = own & (distance.abs() < window)
+        seen = seen & (position[..., None] - cached < window)
+    visible = torch.cat([seen, own.expand(batch, -1, -1)], dim=-1)
+
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    keys = torch.cat([old_keys, key.movedim(1, 2)], dim=2).to(wide)
+    values = torch.cat([old_values, value.movedim(1, 2)], dim=2).to(wide)
+    grouped = query.to(wide).unflatten(2, (kv_heads, -1))
+    scores = torch.einsum("bgvrd,bvsd->bvrgs", grouped, keys) * width**-0.5
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    weights = scores.softmax(-1)
+    out = torch.einsum("bvrgs,bvsd->bgvrd", weights, values).flatten(2).to(qkv.dtype)
+    if write:
+        sequence = torch.arange(batch, device=qkv.device)[:, None]
+        cache_k[sequence, :, position], cache_v[sequence, :, position] = key, value
+    if not shares:
+        return out
+    groups = weights.flatten(1, 2).tensor_split((length, length + 1), dim=-1)
+    mass = torch.stack([group.sum(-1) for group in groups], dim=-1)
+    return out, scores.logsumexp(-1).flatten(1, 2).float(), mass.float()
+
+
+@jit
+def _load_halves(pointer, inside, mask, D: tl.constexpr):
+    """Both halves of head rows; the rotary embedding pairs them, so they stay apart."""
+    mask = mask & inside
+    return tl.load(pointer, mask=mask, other=0.0), tl.load(pointer + D // 2, mask=mask, other=0.0)
+
+
+@jit
+def _load_tile(keys, values, position, end, stride, half, column, D: tl.constexpr):
+    """Keys and values at positions before `end`; zero behind it, where a cache may hold NaN."""
+    there = (position < end)[:, None]
+    at = (position * stride)[:, None]
+    k1, k2 = _load_halves(keys + at + half, half < D // 2, there, D)
+    return k1, k2, tl.load(values + at + column, mask=there & (column < D), other=0.0)
+
+
+@jit
+def _rotate(
+    first, second, weight, cos, sin, position, stride, half, eps, D: tl.constexpr,
+    MODEL: tl.constexpr,
+):  # fmt: skip
+    """Halves of head rows [rows, BLOCK_HALF], normed if there is a weight, rotated, rounded."""
+    inside = half < D // 2
+    at = position[:, None] * stride + half
+    cos = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / D + eps)[:, None]
+        weight1, weight2 = _load_halves(weight + half, inside, True, D)
+        first *= scale * weight1.to(tl.float32)
+        second *= scale * weight2.to(tl.float32)
+    return (first * cos - second * sin).to(MODEL), (second * cos + first * sin).to(MODEL)
+
+
+@jit
+def _attend(
+    q1, q2, k1, k2, v, visible, scale, high, acc, MODEL: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """One tile into the running maximum and output; its weights, and how much older sums shrink."""
+    scores = tl.dot(q1, tl.trans(k1.to(DOT)), input_precision="ieee")
+    scores = tl.dot(q2, tl.trans(k2.to(DOT)), scores, input_precision="ieee") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_high = tl.maximum(high, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_high[:, None])
+    shrink = tl.exp2(high - new_high)
+    rounded = weights.to(MODEL).to(DOT)
+    acc = tl.dot(rounded, v.to(DOT), acc * shrink[:, None], input_precision="ieee")
+    return new_high, acc, weights, shrink
+
+
+@jit
+def _finish(
+    out, lse, mass, high, total, acc, own_high, anchor, drafted, at, mask, row_at, row_mask,
+    SHARES: tl.constexpr,
+):  # fmt: skip
+    """Stores output rows and, with shares, log-sum-exp and masses (`total` is then the context)."""
+    if SHARES:
+        own = tl.exp2(own_high - high)
+        context, anchor, drafted = total, anchor * own, drafted * own
+        total = context + anchor + drafted
+        tl.store(lse + row_at, (high + tl.log2(total)) * 0.6931471805599453, mask=row_mask)
+        tl.store(mass + row_at * 3, context / total, mask=row_mask)
+        tl.store(mass + row_at * 3 + 1, anchor / total, mask=row_mask)
+        tl.store(mass + row_at * 3 + 2, drafted / total, mask=row_mask)
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _block_attention_kernel(
+    qkv,
+    cache_k,
+    cache_v,
+    start,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    out,
+    lse,
+    mass,
+    partial,
+    stats,
+    counters,
+    eps,
+    scale,
+    S,
+    N,
+    qkv_b,
+    qkv_g,
+    cache_b,
+    cache_h,
+    cache_s,
+    table_n,
+    KV: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEADS: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WRITE: tl.constexpr,
+    SHARES: tl.constexpr,
+    MODEL: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    UNITS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (b, kv, group; split): the rows of HEADS query heads of a kv head against the split's
+    share."""
+    head, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    GROUPS: tl.constexpr = (REPEAT + HEADS - 1) // HEADS
+    group, kv = head % GROUPS, (head // GROUPS) % KV
+    b = head // (GROUPS * KV)
+    H: tl.constexpr = KV * REPEAT
+    R: tl.constexpr = G * HEADS
+    BLOCK_D: tl.constexpr = 2 * BLOCK_HALF
+
+    # Rows are (g, query head of this group), so that a g's heads lie side by side in memory.
+    # Rows that only fill up to a power of two see what the last real ones see.
+    row = tl.arange(0, BLOCK_R)
+    own_head = group * HEADS + row % HEADS
+    row_mask = (row < R) & (own_head < REPEAT)
+    g = tl.minimum(row // HEADS, G - 1)
+    query_head = kv * REPEAT + tl.minimum(own_head, REPEAT - 1)
+    o_block = tl.arange(0, BLOCK_G)
+    block_mask = (o_block < G)[:, None]
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    column = tl.arange(0, BLOCK_D)[None, :]
+
+    # Units of work: the tiles of the visible cache, then the block itself; unit u goes to split
+    # u % active. What there is to do follows from start[b], so it is known here and not before.
+    first_position = tl.load(start + b).to(tl.int32)
+    end = tl.minimum(first_position, S)
+    low = tl.maximum(first_position - (WINDOW - 1), 0) if WINDOW else 0
+    tiles = tl.cdiv(tl.maximum(end - low, 0), BLOCK_S)
+    active = tl.minimum(num_splits, tl.cdiv(tiles + 1, UNITS))
+    if split >= active:
+        return
+    own = split == tiles % active
+    tile = split
+
+    # All is asked for before anything is waited for: at batch 1 latency is what counts. The cache
+    # before `start` is older than the kernel before this one, which may still run.
+    p_cache = b.to(tl.int64) * cache_b + kv.to(tl.int64) * cache_h
+    p_cache_k, p_cache_v = cache_k + p_cache, cache_v + p_cache
+    position = low + tile * BLOCK_S + tl.arange(0, BLOCK_S)
+    k1, k2, v = _load_tile(p_cache_k, p_cache_v, position, end, cache_s, half, column, D)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    p_qkv = qkv + b.to(tl.int64) * qkv_b
+    p_query = p_qkv + (g * qkv_g + query_head * D)[:, None] + half
+    query1, query2 = _load_halves(p_query, half < D // 2, row_mask[:, None], D)
+    p_block = p_qkv + (o_block * qkv_g)[:, None]
+    p_key = p_block + (H + kv) * D + half
+    key1, key2 = _load_halves(p_key, half < D // 2, block_mask, D)
+    p_value = p_block + (H + KV + kv) * D + column
+    value = tl.load(p_value, mask=block_mask & (column < D), other=0.0)
+
+    o_query = tl.minimum(first_position + g, N - 1)
+    q1, q2 = _rotate(query1, query2, q_norm, cos, sin, o_query, table_n, half, eps, D, MODEL)
+    q1, q2 = q1.to(DOT), q2.to(DOT)
+
+    # -1e30 is below every score and, unlike -inf, may be subtracted from itself.
+    high = tl.full([BLOCK_R], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    own_high, anchor, drafted = high, total, total
+
+    if own:
+        o_own = first_position + o_block
+        o_key = tl.minimum(o_own, N - 1)
+        own_k1, own_k2 = _rotate(key1, key2, k_norm, cos, sin, o_key, table_n, half, eps, D, MODEL)
+        if WRITE:
+            own_at = (o_own * cache_s)[:, None]
+            own_mask = block_mask & (o_own < tl.where(group == 0, S, 0))[:, None]
+            tl.store(p_cache_k + own_at + half, own_k1, mask=own_mask & (half < D // 2))
+            tl.store(p_cache_k + own_at + D // 2 + half, own_k2, mask=own_mask & (half < D // 2))
+            tl.store(p_cache_v + own_at + column, value, mask=own_mask & (column < D))
+        distance = g[:, None] - o_block[None, :]
+        near = (o_block < G)[None, :] & (g >= 0)[:, None]
+        if CAUSAL:
+            near = near & (distance >= 0)
+        if WINDOW:
+            near = near & (distance < WINDOW) & (distance > -WINDOW)
+        high, acc, own_weights, _own_shrink = _attend(
+            q1, q2, own_k1, own_k2, value, near, scale, high, acc, MODEL, DOT
+        )
+        if SHARES:
+            is_anchor = (o_block == 0)[None, :]
+            anchor = tl.sum(tl.where(is_anchor, own_weights, 0.0), axis=1)
+            drafted = tl.sum(tl.where(is_anchor, 0.0, own_weights), axis=1)
+            own_high = high
+        else:
+            total = tl.sum(own_weights, axis=1)
+
+    # The sum over a tile's columns crosses warps, so it waits until all tiles are through.
+    sums = tl.zeros([BLOCK_R, BLOCK_S], tl.float32)
+    for _ in range(tile, tiles, active):
+        next_position = position + active * BLOCK_S
+        next_k1, next_k2, next_v = _load_tile(
+            p_cache_k, p_cache_v, next_position, end, cache_s, half, column, D
+        )
+        visible = (position < end)[None, :] & (g >= 0)[:, None]
+        if WINDOW:
+            visible = visible & ((first_position + g)[:, None] - position[None, :] < WINDOW)
+        high, acc, weights, shrink = _attend(
+            q1, q2, k1, k2, v, visible, scale, high, acc, MODEL, DOT
+        )
+        total *= shrink
+        sums = sums * shrink[:, None] + weights
+        position, k1, k2, v = next_position, next_k1, next_k2, next_v
+    total += tl.sum(sums, axis=1)
+
+    at = ((b * G + g) * H + query_head)[:, None] * D + column
+    mask = row_mask[:, None] & (column < D)
+    row_at = (b * H + query_head) * G + g
+    if active == 1:
+        if own:
+            _finish(
+                out, lse, mass, high, total, acc, own_high, anchor, drafted, at, mask, row_at,
+                row_mask, SHARES,
+            )  # fmt: skip
+    elif partial is not None:
+        # Of a split: high, total, acc. Of the head: the block's own high, anchor, drafted.
+        p_stats = stats + head.to(tl.int64) * (2 * num_splits + 3) * R + row
+        p_shares = p_stats + 2 * num_splits * R
+        p_partial = partial + head.to(tl.int64) * num_splits * R * D + row[:, None] * D + column
+        tl.store(p_stats + 2 * split * R, high, mask=row_mask)
+        tl.store(p_stats + (2 * split + 1) * R, total, mask=row_mask)
+        tl.store(p_partial + split * R * D, acc, mask=mask)
+        if SHARES and own:
+            tl.store(p_shares, own_high, mask=row_mask)
+            tl.store(p_shares + R, anchor, mask=row_mask)
+            tl.store(p_shares + 2 * R, drafted, mask=row_mask)
+        # Every thread's stores come before the one thread that counts this program in.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + head, 1, sem="acq_rel") == active - 1:
+            tl.store(counters + head, 0)
+            sum_high = tl.full([BLOCK_R], -1e30, tl.float32)
+            sum_total = tl.zeros([BLOCK_R], tl.float32)
+            sum_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+            for first in range(0, active, UNROLL):
+                for i in tl.static_range(UNROLL):
+                    part = first + i
+                    here = row < tl.where(part < active, R, 0)
+                    p_part = p_stats + 2 * part * R
+                    part_high = tl.load(p_part, mask=here, other=-1e30)
+                    part_total = tl.load(p_part + R, mask=here, other=1.0)
+                    part_mask = here[:, None] & (column < D)
+                    part_acc = tl.load(p_partial + part * R * D, mask=part_mask, other=0.0)
+                    new_high = tl.maximum(sum_high, part_high)
+                    old_share = tl.exp2(sum_high - new_high)
+                    part_share = tl.exp2(part_high - new_high)
+                    sum_total = sum_total * old_share + part_total * part_share
+                    sum_acc = sum_acc * old_share[:, None] + part_acc * part_share[:, None]
+                    sum_high = new_high
+            if SHARES:
+                own_high = tl.load(p_shares, mask=row_mask, other=-1e30)
+                anchor = tl.load(p_shares + R, mask=row_mask, other=0.0)
+                drafted = tl.load(p_shares + 2 * R, mask=row_mask, other=1.0)
+            _finish(
+                out, lse, mass, sum_high, sum_total, sum_acc, own_high, anchor, drafted, at,
+                mask, row_at, row_mask, SHARES,
+            )  # fmt: skip
+
+
+@jit
+def _store_context_kernel(
+    kv,
+    k_norm,
+    keys,
+    values,
+    start,
+    cos,
+    sin,
+    eps,
+    G,
+    S,
+    N,
+    kv_b,
+    kv_g,
+    norm_l,
+    cache_l,
+    cache_b,
+    cache_h,
+    cache_s,
+    table_n,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    MODEL: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Program (b, g; layer): the heads of one context row in one layer."""
+    b, g, layer = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    o_head = tl.arange(0, BLOCK_KV)
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    head = o_head[:, None]
+    position = tl.load(start + b).to(tl.int32) + g
+
+    p_row = kv + b.to(tl.int64) * kv_b + g.to(tl.int64) * kv_g + layer * 2 * KV * D
+    k1, k2 = _load_halves(p_row + head * D + half, half < D // 2, head < KV, D)
+    v_mask = (head < KV) & (column < D)
+    v = tl.load(p_row + KV * D + head * D + column, mask=v_mask, other=0.0)
+    o_key = o_head * 0 + tl.minimum(position, N - 1)
+    p_norm = k_norm + layer * norm_l
+    k1, k2 = _rotate(k1, k2, p_norm, cos, sin, o_key, table_n, half, eps, D, MODEL)
+
+    p_cache = layer.to(tl.int64) * cache_l + b.to(tl.int64) * cache_b
+    at = p_cache + head.to(tl.int64) * cache_h + position * cache_s
+    kept = head < tl.where(position < S, KV, 0)
+    tl.store(keys + at + half, k1, mask=kept & (half < D // 2))
+    tl.store(keys + at + D // 2 + half, k2, mask=kept & (half < D // 2))
+    tl.store(values + at + column, v, mask=kept & (column < D))
+
+
+def _check(found: object, expected: object, what: str) -> None:
+    if found != expected:
+        raise ValueError(f"{what}: found {found}, expected {expected}")
+
+
+def block_attention_triton(
+    qkv: Float[Tensor, "B G W"],
+    cache_k: Float[Tensor, "B KV S D"],
+    cache_v: Float[Tensor, "B KV S D"],
+    start: Int[Tensor, " B"],
+    cos: Float[Tensor, "N D"],
+    sin: Float[Tensor, "N D"],
+    num_heads: int,
+    q_norm: Float[Tensor, " D"] | None = None,
+    k_norm: Float[Tensor, " D"] | None = None,
+    eps: float = 1e-6,
+    causal: bool = True,
+    window: int | None = None,
+    write: bool = True,
+    num_splits: int | None = None,
+    shares: bool = False,
+    workspace: Workspace | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """One launch, no synchronisation. Only the last dimension of each tensor must be contiguous."""
+    B, G, W = qkv.shape
+    _, KV, S, D = cache_k.shape
+    repeat = num_heads // KV
+    _check(W, (repeat * KV + 2 * KV) * D, "width of qkv")
+    _check(num_heads % KV, 0, "query heads modulo kv heads")
+    _check((len(cache_k), len(start), cache_v.shape), (B, B, cache_k.shape), "cache and start")
+    _check(start.is_contiguous(), True, "start contiguous")
+    _check((cache_k.dtype, cache_v.dtype), (qkv.dtype, qkv.dtype), "dtype of the cache")
+    _check(
+        (cache_v.stride(), sin.stride()), (cache_k.stride(), cos.stride()), "cache_v, sin strides"
+    )
+    _check((qkv.stride(-1), cache_k.stride(-1), cos.stride(-1)), (1, 1, 1), "last strides")
+    if num_splits is None:
+        num_splits = default_splits(B, KV, G, num_heads, S, qkv.device)
+    if num_splits > 1 and workspace is None:
+        workspace = make_workspace(B, KV, G, num_heads, D, num_splits, qkv.device)
+    scratch = (None, None, None)
+    heads, groups = head_groups(B, KV, G, num_heads)
+    programs = B * KV * groups
+    if num_splits > 1:
+        scratch = workspace.partial, workspace.stats, workspace.counters
+        rows = programs * G * heads
+        needed = (rows * num_splits * D, rows * (2 * num_splits + 3), programs)
+        if any(len(part) < size for part, size in zip(scratch, needed, strict=True)):
+            raise ValueError(f"workspace too small for {num_splits} splits of {tuple(qkv.shape)}")
+    out = torch.empty(B, G, num_heads * D, dtype=qkv.dtype, device=qkv.device)
+    lse = mass = None
+    if shares:
+        lse = torch.empty(B, num_heads, G, dtype=torch.float32, device=qkv.device)
+        mass = torch.empty(B, num_heads, G, 3, dtype=torch.float32, device=qkv.device)
+
+    native = isinstance(_block_attention_kernel, triton.JITFunction)
+    model = getattr(tl, str(qkv.dtype).removeprefix("torch."))
+    block_half = max(16, next_power_of_2(D // 2))
+    block_rows = max(16, next_power_of_2(G * heads))
+    tile_rows, num_warps = tiling(block_rows, block_half, qkv.element_size())
+    _block_attention_kernel[(programs, num_splits)](
+        *(qkv, cache_k, cache_v, start, cos, sin, q_norm, k_norm, out, lse, mass, *scratch),
+        *(eps, D**-0.5 / math.log(2), S, len(cos)),
+        *(*qkv.stride()[:2], *cache_k.stride()[:3], cos.stride(0)),
+        KV=KV,
+        REPEAT=repeat,
+        HEADS=heads,
+        G=G,
+        D=D,
+        WINDOW=window or 0,
+        CAUSAL=causal,
+        WRITE=write,
+        SHARES=shares,
+        MODEL=model,
+        DOT=model if native else tl.float32,  # the interpreter multiplies bf16 as integers
+        BLOCK_R=block_rows,
+        BLOCK_G=max(16, next_power_of_2(G)),
+        BLOCK_S=tile_rows,
+        BLOCK_HALF=block_half,
+        UNITS=UNITS_PER_SPLIT,
+        UNROLL=MERGE_UNROLL,
+        PDL=native,
+        num_warps=num_warps,
+        **({"launch_pdl": True} if native else {}),
+    )
+    return (out, lse, mass) if shares else out
+
+
+def block_attention(
+    qkv: Float[Tensor, "B G W"],
+    cache_k: Float[Tensor, "B KV S D"],
+    cache_v: Float[Tensor, "B KV S D"],
+    start: Int[Tensor, " B"],
+    cos: Float[Tensor, "N D"],
+    sin: Float[Tensor, "N D"],
+    num_heads: int,
+    q_norm: Float[Tensor, " D"] | None = None,
+    k_norm: Float[Tensor, " D"] | None = None,
+    eps: float = 1e-6,
+    causal: bool = True,
+    window: int | None = None,
+    write: bool = True,
+    num_splits: int | None = None,
+    shares: bool = False,
+    workspace: Workspace | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Output [B, G, H D] of a block after start[b] cached rows; with `shares` also lse and mass.
+
+    `qkv` holds the raw projections, W = (H + 2 KV) D: query heads, key heads, value heads. `cos`
+    and `sin` are indexed by absolute position (past their end the last row is taken) and repeat
+    their first half. Cache rows from start[b] on may hold anything. A cached key is seen if
+    position(query) - position(key) < window; a row of the block if it is not later (`causal`) and
+    less than `window` away. `write` stores the block's rotated keys and its values at start[b] to
+    start[b] + G - 1, which must lie in the cache; without it nothing is kept.
+
+    `shares` gives lse [B, H, G] (natural logarithm, fp32) and the mass [B, H, G, 3] of each row on
+    the context, the anchor (block row 0) and the drafted rows. More `num_splits` shorten a call
+    that would leave multiprocessors idle (default: `default_splits`); `workspace` is what they
+    write to, allocated here if missing. Shapes that do not fit are a ValueError on the GPU.
+    """
+    form = block_attention_triton if on_gpu(qkv) else block_attention_reference
+    return form(
+        *(qkv, cache_k, cache_v, start, cos, sin, num_heads, q_norm, k_norm, eps, causal, window),
+        *(write, num_splits, shares, workspace),
+    )
+
+
+def store_context_reference(
+    kv: Float[Tensor, "B G W"],
+    k_norm: Float[Tensor, "L D"],
+    eps: float,
+    keys: Float[Tensor, "L B KV S D"],
+    values: Float[Tensor, "L B KV S D"],
+    start: Int[Tensor, " B"],
+    cos: Float[Tensor, "N D"],
+    sin: Float[Tensor, "N D"],
+) -> None:
+    """Plain torch form of `store_context`."""
+    layers, _, kv_heads, length, width = keys.shape
+    new_keys, new_values = kv.unflatten(-1, (layers, 2, kv_heads, width)).unbind(3)
+    position = start[:, None] + torch.arange(kv.shape[1], device=kv.device)
+    table = position.clamp(max=len(cos) - 1)[:, :, None]
+    new_keys = rotated(new_keys, k_norm[:, None], eps, cos[table], sin[table])
+    kept = position < length
+    sequence, place = kept.nonzero()[:, 0], position[kept]
+    keys[:, sequence, :, place] = new_keys[kept]
+    values[:, sequence, :, place] = new_values[kept]
+
+
+def store_context_triton(
+    kv: Float[Tensor, "B G W"],
+    k_norm: Float[Tensor, "L D"],
+    eps: float,
+    keys: Float[Tensor, "L B KV S D"],
+    values: Float[Tensor, "L B KV S D"],
+    start: Int[Tensor, " B"],
+    cos: Float[Tensor, "N D"],
+    sin: Float[Tensor, "N D"],
+) -> None:
+    """One launch, no synchronisation. Only the last dimension of each tensor must be contiguous."""
+    B, G, W = kv.shape
+    L, _, KV, S, D = keys.shape
+    _check(W, L * 2 * KV * D, "width of kv")
+    _check((keys.shape[1], len(start), k_norm.shape), (B, B, (L, D)), "keys, start and k_norm")
+    _check(start.is_contiguous(), True, "start contiguous")
+    _check((values.shape, keys.dtype), (keys.shape, kv.dtype), "values' shape, keys' dtype")
+    _check((values.stride(), sin.stride()), (keys.stride(), cos.stride()), "values, sin strides")
+    last = (kv.stride(-1), keys.stride(-1), cos.stride(-1), k_norm.stride(-1))
+    _check(last, (1, 1, 1, 1), "last strides")
+    block_heads, block_half = next_power_of_2(KV), max(16, next_power_of_2(D // 2))
+    _store_context_kernel[(B * G, L)](
+        *(kv, k_norm, keys, values, start, cos, sin, eps, G, S, len(cos)),
+        *(*kv.stride()[:2], k_norm.stride(0), *keys.stride()[:4], cos.stride(0)),
+        KV=KV,
+        D=D,
+        MODEL=getattr(tl, str(kv.dtype).removeprefix("torch.")),
+        BLOCK_KV=block_heads,
+        BLOCK_HALF=block_half,
+        num_warps=max(1, min(4, block_heads * block_half // 128)),
+    )
+
+
+def store_context(
+    kv: Float[Tensor, "B G W"],
+    k_norm: Float[Tensor, "L D"],
+    eps: float,
+    keys: Float[Tensor, "L B KV S D"],
+    values: Float[Tensor, "L B KV S D"],
+    start: Int[Tensor, " B"],
+    cos: Float[Tensor, "N D"],
+    sin: Float[Tensor, "N D"],
+) -> None:
+    """Puts G new context rows into the caches of all L drafter layers at start[b] and behind.
+
+    `kv` holds the raw projections, W = L 2 KV D: for each layer its key heads, then its value
+    heads. Keys are normed and rotated, and rounded, as those of a block are. Rows that would pass
+    the end of the cache are dropped. Shapes that do not fit are a ValueError on the GPU.
+    """
+    form = store_context_triton if on_gpu(kv) else store_context_reference
+    form(kv, k_norm, eps, keys, values, start, cos, sin)
