@@ -175,8 +175,8 @@ def commit(
 ) -> None:
     """Emit and move on, in place.
 
-    `finite` is false where a row of a sequence's logits is not; `slots` are those of the trained block,
-    each of which has a random number of its own.
+    `finite` is false where a row of a sequence's logits is not; `slots` are those of the trained
+    block, each of which has a random number of its own.
     """
     run = commit_triton if on_gpu(draft, next_token) else commit_reference
     run(progress, draft, num_accepted, next_token, finite, slots)

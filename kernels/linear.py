@@ -39,7 +39,7 @@ from .stream import (
     start_stream_triton,
     tile_options,
 )
-from .tools import interpreting, jit, next_power_of_2, on_gpu, tl
+from .tools import interpreting, jit, next_power_of_2, on_gpu, prefetch_rows, tl
 
 MAX_ROWS = 32
 
@@ -65,8 +65,8 @@ class Workspace(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Work of one program: columns of y, columns of x at a time, programs that share a tile; and the
-    cache lines of each row of W that it asks for before it waits for its input."""
+    """Work of one program: columns of y, columns of x at a time, programs that share a
+    tile; and the cache lines of each row of W that it asks for before it waits for its input."""
 
     block_n: int
     block_k: int
@@ -141,20 +141,8 @@ def _product(x, w, total, EXACT: tl.constexpr, WIDE: tl.constexpr):
     if WIDE:
         x, w = x.to(tl.float32), w.to(tl.float32)
     if EXACT:
-        return tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    return tl.dot(x, tl.trans(w), total)
-
-
-@jit
-def _prefetch(p_row, size, LINES: tl.constexpr):
-    """Ask the L2 cache for the first `LINES` lines of 128 bytes of each row."""
-    if LINES > 0:
-        line: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
-        p_line = p_row + tl.minimum(tl.arange(0, LINES) * line, size - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        return tl.dot(x, w, total, input_precision="ieee")
+    return tl.dot(x, w, total)
 
 
 @jit
@@ -178,31 +166,31 @@ def _linear_kernel(
     m_share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
     first = i_split * m_share
     last = tl.minimum(first + m_share, K)
-    p_x = x_ptr + rows[:, None] * stride_x
     if PDL:
-        _prefetch(p_weight + first, last - first, LINES)
+        prefetch_rows(p_weight + first, last - first, LINES)
         if GATED:
-            _prefetch(p_up + first, last - first, LINES)
+            prefetch_rows(p_up + first, last - first, LINES)
         tl.extra.cuda.gdc_wait()
     if TILES > 0:
         scale = row_scale(squares_ptr, tiles, R, K, eps, TILES, BLOCK_R)
-    total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    total_up = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     if ADD:
         b_early = b_row[:, None] & b_col[None, :]
         p_residual = residual_ptr + rows[:, None] * stride_residual + cols[None, :]
         residual = tl.load(p_residual, mask=b_early, other=0.0).to(tl.float32)
         norm_weight = tl.load(norm_ptr + cols, mask=b_col, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    total_up = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    p_x = x_ptr + rows[:, None] * stride_x
     for start in range(first, last, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)[None, :]
         # Without the comparison where K is a multiple of the tile: the mask folds away.
         b_inner = (inner < last) | EVEN
         x = tl.load(p_x + inner, mask=b_row[:, None] & b_inner, other=0.0)
         w = tl.load(p_weight + inner, mask=b_inner, other=0.0)
-        total = _product(x, w, total, EXACT, WIDE)
+        total = _product(x, tl.trans(w), total, EXACT, WIDE)
         if GATED:
             up = tl.load(p_up + inner, mask=b_inner, other=0.0)
-            total_up = _product(x, up, total_up, EXACT, WIDE)
+            total_up = _product(x, tl.trans(up), total_up, EXACT, WIDE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -260,7 +248,7 @@ def _conv_project_kernel(
     R, H, tiles, stride_x, eps, GROUPS: tl.constexpr, TAPS: tl.constexpr, TILES: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """One program: the kernels of BLOCK_G channel groups of one side, all taps; on the side before
     the sublayer it applies them at once."""
@@ -272,19 +260,23 @@ def _conv_project_kernel(
     outputs = tl.minimum(i_group * BLOCK_G + pairs // BLOCK_T, GROUPS - 1)
     outputs += (i_side * TAPS + tl.minimum(pairs % BLOCK_T, TAPS - 1)) * GROUPS
     p_weight = weight_ptr + outputs[:, None] * H
-    p_x = x_ptr + rows[:, None] * stride_x
     if PDL:
-        _prefetch(p_weight, H, LINES)
+        prefetch_rows(p_weight, H, LINES)
         tl.extra.cuda.gdc_wait()
     scale = tl.full((BLOCK_R,), 1.0, tl.float32)
     if TILES > 0:
         scale = row_scale(squares_ptr, tiles, R, H, eps, TILES, BLOCK_R)
-    total = tl.zeros((BLOCK_R, BLOCK_G * BLOCK_T), tl.float32)
-    for start in range(0, H, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(p_x + inner, mask=b_row[:, None] & (inner < H), other=0.0)
-        w = tl.load(p_weight + inner, mask=inner < H, other=0.0)
-        total = _product(x, w, total, EXACT, WIDE)
+    # Each warp sums a slice of H of its own: one chain of products over all of it would take
+    # longer than reading it. The axes are (slice, row, channel).
+    sums = tl.zeros((SLICES, BLOCK_R, BLOCK_G * BLOCK_T), tl.float32)
+    o_slice = (tl.arange(0, SLICES) * BLOCK_K)[:, None, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    for start in range(0, H, BLOCK_K * SLICES):
+        inner = start + o_slice
+        b_x = b_row[None, :, None] & (inner < H)
+        x = tl.load(x_ptr + rows[None, :, None] * stride_x + inner, mask=b_x, other=0.0)
+        w = tl.load(p_weight[None, :, :] + inner, mask=inner < H, other=0.0)
+        sums = _product(x, tl.permute(w, (0, 2, 1)), sums, EXACT, WIDE)
+    total = tl.sum(sums, 0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = out_ptr.dtype.element_ty
@@ -318,13 +310,14 @@ def choose_tiling(N: int, K: int, gated: bool, splittable: bool) -> Tiling:
     """Tiles that keep every processor reading W, as measured on an H200."""
     small = N * K < 2**22
     if gated:
-        return Tiling(32, 64, 1, 4, 6) if small else Tiling(64, 128, 1, 4, 3)
-    if splittable and N < 4096:
+        return Tiling(32, 64, 1, 4, 6, 2) if small else Tiling(64, 128, 1, 4, 3, 0)
+    if splittable and -(-N // 32) <= _MAX_TILES:
         # Too few tiles to go round: several programs share one.
-        return Tiling(32, 128, min(_MAX_SPLITS, -(-K // 512)), 4, 4)
+        splits = min(_MAX_SPLITS, -(-K // 512))
+        return Tiling(32, 64, splits, 4, 6, 4) if small else Tiling(32, 128, splits, 4, 4, 4)
     if small:
-        return Tiling(32, 64, 1, 2, 6)
-    return Tiling(128, 128, 1, 8, 3) if N >= 32768 and K >= 1024 else Tiling(32, 128, 1, 2, 4)
+        return Tiling(32, 64, 1, 2, 6, 4)
+    return Tiling(128, 128, 1, 8, 3, 0) if N >= 32768 else Tiling(32, 128, 1, 2, 6, 4)
 
 
 def _launch_options(tiling: Tiling, pdl: bool) -> dict[str, object]:
@@ -388,8 +381,11 @@ def _launch(
     (R, K), N = x.value.shape, out.shape[1]
     residual, norm, scaled, squares = after or (None, None, None, None)
     partial, counters = workspace or (None, None)
-    grid = (-(-N // tiling.block_n), tiling.splits)
-    _linear_kernel[grid](
+    tiles = -(-N // tiling.block_n)
+    fits = tiles <= _MAX_TILES and tiling.splits <= _MAX_SPLITS and tiling.block_n <= 32
+    if tiling.splits > 1 and (workspace is None or not fits):
+        raise ValueError(f"{tiling}: split {tiles} tiles, which the workspace has no room for")
+    _linear_kernel[(tiles, tiling.splits)](
         x.value, weight, bias, x.squares, out, residual, norm and norm.weight, scaled, squares,
         conv and conv.dynamic, conv and conv.base, partial, counters, R, N, K,
         0 if x.squares is None else x.squares.shape[0], x.value.stride(0), out.stride(0),
@@ -414,23 +410,22 @@ def conv_project_triton(
     tiling: Tiling | None = None,
     pdl: bool = False,
 ) -> tuple[Float[Tensor, "R H"], Conv]:
-    """See `conv_project`; `tiling.block_n` counts channel groups."""
+    """See `conv_project`; `tiling` counts channel groups (block_n) and channels a warp (block_k)."""
     R, H = x.value.shape
     taps = base.shape[1]
     groups = projection.shape[0] // (2 * taps)
-    tiling = tiling or Tiling(8, 256, 1, 4, 4)
+    tiling = tiling or Tiling(4, 128, 1, 4, 4, 2)
     dtype, device = x.value.dtype, x.value.device
     out = torch.empty(R, H, dtype=dtype, device=device)
     dynamic = torch.empty(R, taps, groups, dtype=dtype, device=device)
-    grid = (-(-groups // tiling.block_n), 2)
-    _conv_project_kernel[grid](
+    _conv_project_kernel[(-(-groups // tiling.block_n), 2)](
         x.value, projection, x.squares, base, out, dynamic, R, H,
         0 if x.squares is None else x.squares.shape[0], x.value.stride(0), x.eps,
         GROUPS=groups, TAPS=taps, WIDTH=H // groups, ROWS=rows,
         BLOCK_R=max(16, next_power_of_2(R)), BLOCK_G=tiling.block_n,
         BLOCK_T=next_power_of_2(taps), BLOCK_K=tiling.block_k,
         EXACT=dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
-        LINES=tiling.lines,
+        SLICES=tiling.num_warps, LINES=tiling.lines,
         **tile_options(x), **_launch_options(tiling, pdl),
     )  # fmt: skip
     return out, Conv(dynamic, base[1], rows)

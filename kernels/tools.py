@@ -48,3 +48,15 @@ def uniform48(key, counter):
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors."""
     return triton is not None and triton.knobs.runtime.interpret
+
+
+@jit
+def prefetch_rows(p_row, size, LINES: tl.constexpr):
+    """Ask the L2 cache for the first LINES lines of 128 bytes of each row of `size` elements."""
+    if LINES > 0:
+        line: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
+        p_line = p_row + tl.minimum(tl.arange(0, LINES) * line, size - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

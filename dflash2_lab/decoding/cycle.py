@@ -11,6 +11,7 @@ next block overwrites before anything reads them.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +125,7 @@ class Cycle:
                            target.embed_weight, target.head)  # fmt: skip
         rows = batch * max(self.rows, drafter.settings.block_size if drafter else 1)
         self.arrivals = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.side = torch.cuda.Stream() if device.type == "cuda" else None
         self.none_accepted = torch.zeros(batch, dtype=torch.int64, device=device)
         self.no_draft = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         if drafter is not None:
@@ -156,28 +158,56 @@ class Cycle:
     @torch.inference_mode()
     def step(self) -> None:
         """One cycle of every sequence; the ended ones stand still."""
-        progress, laws = self.progress, self.laws
         draft, q = self._propose() if self.drafter is not None else (self.no_draft, None)
         logits = self._verify(draft)
+        if self.drafter is None:
+            law, accepted, following = self._sample(logits)
+        else:
+            # Acceptance waits for latency, the new context for memory: they run side by side.
+            with self._beside():
+                self._extend_context()
+            law, accepted, following = self._accept(logits, draft, q)
+            self._join()
+        slots = 0 if self.drafter is None else self.drafter.settings.num_draft
+        finite = law.finite.view(-1, self.rows)
+        commit(self.progress, draft, accepted, following, finite, slots)
+
+    def _sample(self, logits: Float[Tensor, "B V"]) -> tuple[Law, Tensor, Tensor]:
+        laws, progress = self.laws, self.progress
+        law = row_law(logits, laws.temperature, laws.top_k, laws.top_p, arrivals=self.arrivals)
+        following = draw(
+            logits, law, laws.temperature, laws.final_key, progress.final_counter,
+            arrivals=self.arrivals,
+        )  # fmt: skip
+        return law, self.none_accepted, following
+
+    def _accept(
+        self,
+        logits: Float[Tensor, "BG V"],
+        draft: Int[Tensor, "B P"],
+        q: CandidateLaw | FullLaw | None,
+    ) -> tuple[Law, Int[Tensor, " B"], Int[Tensor, " B"]]:
+        laws, progress = self.laws, self.progress
         law = row_law(
             logits, laws.row_temperature, laws.row_top_k, laws.row_top_p, arrivals=self.arrivals
         )
-        if self.drafter is None:
-            accepted = self.none_accepted
-            following = draw(
-                logits, law, laws.temperature, laws.final_key, progress.final_counter,
-                arrivals=self.arrivals,
-            )  # fmt: skip
-        else:
-            accepted, following = verify(
-                logits.unflatten(0, (-1, self.rows)), law, draft, q, laws.temperature,
-                laws.accept_key, progress.draft_counter, laws.final_key, progress.final_counter,
-                progress.offered, laws.forced, arrivals=self.arrivals,
-            )  # fmt: skip
-            self._extend_context()
-        slots = 0 if self.drafter is None else self.drafter.settings.num_draft
-        finite = law.finite.view(-1, self.rows)
-        commit(progress, draft, accepted, following, finite, slots)
+        accepted, following = verify(
+            logits.unflatten(0, (-1, self.rows)), law, draft, q, laws.temperature,
+            laws.accept_key, progress.draft_counter, laws.final_key, progress.final_counter,
+            progress.offered, laws.forced, arrivals=self.arrivals,
+        )  # fmt: skip
+        return law, accepted, following
+
+    def _beside(self) -> AbstractContextManager:
+        """Where work runs beside what follows, until `_join`: a stream of its own on a GPU."""
+        if self.side is None:
+            return nullcontext()
+        self.side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.side)
+
+    def _join(self) -> None:
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
 
     def _verify(self, draft: Int[Tensor, "B P"]) -> Float[Tensor, "BG V"]:
         """Target logits of [anchor, path]; its features go to `features`."""
@@ -229,10 +259,12 @@ class Cycle:
 
     def _selector(self, rows: Rows, logits: Tensor) -> tuple[Tensor, CandidateLaw | None]:
         selector, laws = self.drafter.candidate_selector, self.laws
-        gate = linear(rows, selector.hidden_projection.weight)
+        with self._beside():
+            gate = linear(rows, selector.hidden_projection.weight)
         unary, ids = (
             self._slots(part).contiguous() for part in candidate_topk(logits, selector.top_k)
         )
+        self._join()
         greedy = self.policy == "selector_greedy"
         temperature = torch.zeros_like(laws.temperature) if greedy else laws.temperature
         tokens, law = select(
@@ -249,7 +281,7 @@ class Cycle:
         laws, window = self.laws, self.num_draft
         logits = self._slots(logits)[:, :window]
         parts = (laws.temperature, laws.top_k, laws.top_p, laws.draft_key)
-        *law, keys = (part[:, None].expand(-1, window).flatten() for part in parts)
+        *law, keys = (part.repeat_interleave(window) for part in parts)
         offset = torch.arange(window, device=logits.device)
         counters = (self.progress.draft_counter[:, None] + offset).flatten()
         rows = logits.flatten(0, 1)

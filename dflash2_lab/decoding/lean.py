@@ -78,9 +78,10 @@ class Scratch:
 def make_scratch(trunk: Trunk, batch: int, rows: int, capacity: int) -> Scratch:
     """Scratch for `batch` blocks of `rows` rows over a cache of `capacity` positions."""
     device = trunk.cos.device
-    splits = default_splits(batch, trunk.num_kv_heads, capacity, device)
-    shape = (batch, trunk.num_kv_heads, rows, trunk.num_heads, trunk.head_dim, splits)
-    return Scratch(make_workspace(device), attention_workspace(*shape, device), splits)
+    block = (batch, trunk.num_kv_heads, rows, trunk.num_heads)
+    splits = default_splits(*block, capacity, device)
+    workspace = attention_workspace(*block, trunk.head_dim, splits, device)
+    return Scratch(make_workspace(device), workspace, splits)
 
 
 def refusal(target: Target) -> str | None:
