@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash2_lab import plots
+    from dflash2_lab.decoding.api import decode
     from dflash2_lab.errors import LabError
     from dflash2_lab.models.io import load_drafter, save_drafter
     from dflash2_lab.prompts import load_prompts
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LabError",
     "Run",
+    "decode",
     "import_traces",
     "load_drafter",
     "load_prompts",
@@ -38,6 +40,7 @@ def __getattr__(name: str) -> object:
     homes = {
         "LabError": "errors",
         "Run": "tables",
+        "decode": "decoding.api",
         "import_traces": "tracing_import",
         "load_drafter": "models.io",
         "load_prompts": "prompts",

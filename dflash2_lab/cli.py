@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from dflash2_lab.errors import LabError
@@ -20,6 +21,7 @@ examples:
   dflash2-lab trace --prompts prompts.jsonl --max-new-tokens 96 --out runs/traces
   dflash2-lab record --drafter zoo:dflash2 --traces runs/traces --out runs/dflash2
   dflash2-lab replay runs/dflash2 --policy selector --json
+  dflash2-lab decode --drafter zoo:dflash2 --prompt "How many days are in a leap year?"
   dflash2-lab record --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 \\
       --prompts gsm8k --limit 32 --device cuda --dtype bfloat16 --out runs/qwen3-4b
 """
@@ -45,19 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s", force=True)
     for noisy in ("httpx", "urllib3", "filelock", "fsspec", "asyncio", "jax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    code = 0
     try:
         result = arguments.run(arguments)
+        code = result.get("code", 0)
+        print(json.dumps(result["json"]) if arguments.json else result["text"], flush=True)
     except LabError as error:
         print(f"dflash2-lab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dflash2-lab: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
-    try:
-        print(json.dumps(result["json"]) if arguments.json else result["text"], flush=True)
     except BrokenPipeError:  # as in `... | head`; the interpreter's own flush must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return result.get("code", 0)
+    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -202,6 +205,40 @@ def _replay_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_lazy("replay"))
 
 
+def _decode_options(command: argparse.ArgumentParser) -> None:
+    _target(command)
+    command.add_argument(
+        "--drafter",
+        required=True,
+        help="a folder, a hub id, zoo:dflash, zoo:dflash2, or none (token by token)",
+    )
+    _prompts(command)
+    command.add_argument("--prompt", default=None, metavar="TEXT", help="one prompt, as text")
+    _sampling(command)
+    command.add_argument(
+        "--policy",
+        default=None,
+        help="top1, sampled, selector, selector_greedy, markov or markov_greedy (default: top1 for "
+        "DFlash, selector for DFlash 2, markov for DSpark)",
+    )
+    command.add_argument(
+        "--num-draft", type=int, default=None, help="slots verified a step (default: all drafted)"
+    )
+    command.add_argument(
+        "--engine",
+        default="eager",
+        choices=("eager", "graph"),
+        help="eager: any target, one row at a time; graph: CUDA graphs, --batch-size rows",
+    )
+    command.add_argument(
+        "--batch-size", type=int, default=8, help="rows decoded together by the graph engine"
+    )
+    command.add_argument(
+        "--out", type=Path, default=None, help="run folder for the steps table (default: none)"
+    )
+    command.set_defaults(run=_lazy("decode", "decode_commands"))
+
+
 def _train_options(command: argparse.ArgumentParser) -> None:
     _target(command)
     command.add_argument(
@@ -266,28 +303,15 @@ def _reproduce_options(command: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
-    kinds = command.add_subparsers(title="benchmarks", metavar="BENCH", required=True)
-    record = kinds.add_parser(
-        "record",
-        help="time recording against stepping the reference package, and attention shares",
-        formatter_class=Help,
-    )
-    _target(record)
-    record.add_argument("--drafter", default="zoo:dflash2", help="a folder, a hub id, or zoo:NAME")
-    record.add_argument("--limit", type=int, default=4, help="prompts")
-    record.add_argument("--max-new-tokens", type=int, default=96, help="response tokens")
-    record.add_argument("--repeats", type=int, default=3, help="rounds of all sides")
-    record.add_argument("--out", type=Path, default=Path("runs/bench-record"), help="run folder")
-    _output(record)
-    record.set_defaults(run=_lazy("bench_record"))
+    from dflash2_lab.bench.options import add_benchmarks
+
+    add_benchmarks(command)
 
 
-def _lazy(name: str) -> Callable[[argparse.Namespace], dict[str, object]]:
+def _lazy(name: str, module: str = "commands") -> Callable[[argparse.Namespace], dict[str, object]]:
     # torch and transformers take seconds to import; --help and bad options should not wait for them
     def run(arguments: argparse.Namespace) -> dict[str, object]:
-        from dflash2_lab import commands
-
-        return getattr(commands, name)(arguments)
+        return getattr(import_module(f"dflash2_lab.{module}"), name)(arguments)
 
     return run
 
@@ -296,6 +320,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "trace": ("write the target's own continuations of prompts", _trace_options),
     "record": ("record what a drafter does at every anchor of traces", _record_options),
     "replay": ("acceptance of each policy from a recording, without a model", _replay_options),
+    "decode": (
+        "answer prompts by speculative decoding, and show what was accepted",
+        _decode_options,
+    ),
     "train": ("train a DFlash or DFlash 2 drafter on traces", _train_options),
     "inspect": ("show a drafter checkpoint and every problem in it", _inspect_options),
     "figures": ("draw the figures of one or more record runs", _figures_options),

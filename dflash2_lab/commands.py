@@ -221,17 +221,3 @@ def reproduce(arguments: argparse.Namespace) -> Result:
         max_new_tokens=arguments.max_new_tokens,
         out=arguments.out,
     )
-
-
-def bench_record(arguments: argparse.Namespace) -> Result:
-    """Time recording."""
-    from dflash2_lab.bench import bench_record as bench
-
-    return bench(
-        _target(arguments),
-        arguments.drafter,
-        limit=arguments.limit,
-        max_new_tokens=arguments.max_new_tokens,
-        repeats=arguments.repeats,
-        out=arguments.out,
-    )

@@ -5,10 +5,10 @@ Everything later (record, replay) reads them, so the target generates once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import pandas as pd
 from tqdm import tqdm
@@ -26,11 +26,29 @@ _SHARD_BATCHES = 4  # batches a shard: enough to sort prompts by length, few eno
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One conversation of one sample on its way through its turns."""
+class Turn:
+    """One turn of a conversation, rendered after the target's answers to the turns before."""
 
     prompt: Prompt
+    turn: int
     sample: int
+    prompt_ids: list[int]
+    max_new_tokens: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The columns of every table that name the request."""
+        return {"prompt_id": self.prompt.id, "turn": self.turn, "sample": self.sample}
+
+
+class Answer(Protocol):
+    """What a target makes of a turn, whatever made it."""
+
+    response_ids: list[int]
+
+
+AnyAnswer = TypeVar("AnyAnswer", bound=Answer)
+Conversation = tuple[Prompt, int]  # a prompt and the number of the sample
 
 
 def trace(
@@ -71,25 +89,28 @@ def trace(
     ):
         if count < 1:
             raise LabError(f"{name}: found {count}, expected a positive number")
-    _check_prompts(target, prompts, max_total)
+    check_prompts(target, prompts, max_total)
     limits = {"max_new_tokens": max_new_tokens, "max_total": max_total}
     info = run_info(target, sampling) | limits
     info |= {"origin": "generated", "seed": seed, "samples": samples, "batch_size": batch_size}
-    info |= {"prompt_set_hash": prompt_set_hash(target, prompts), "template": _template(prompts)}
+    info |= {
+        "prompt_set_hash": prompt_set_hash(target, prompts),
+        "template": template_info(prompts),
+    }
     info |= {"num_prompts": len(prompts), "on_policy": True}
     folder = None if out is None else Path(out)
     if folder is not None:
         open_folder(folder, info)
 
-    jobs = [_Job(prompt, sample) for prompt in prompts for sample in range(samples)]
+    jobs = [(prompt, sample) for prompt in prompts for sample in range(samples)]
     size = _SHARD_BATCHES * batch_size
     frames = []
-    total = max_new_tokens * sum(len(job.prompt.turns) for job in jobs)
+    total = max_new_tokens * sum(len(prompt.turns) for prompt, _ in jobs)
     with tqdm(total=total, desc="trace", unit="token", delay=2.0) as bar:
         for index, start in enumerate(range(0, len(jobs), size)):
             part = jobs[start : start + size]
             if folder is not None and shard_done(folder, ["traces"], index):
-                bar.update(max_new_tokens * sum(len(job.prompt.turns) for job in part))
+                bar.update(max_new_tokens * sum(len(prompt.turns) for prompt, _ in part))
                 continue
             frame = _trace_jobs(target, part, sampling, info, bar)
             if folder is None:
@@ -117,19 +138,21 @@ def run_info(target: Target, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _template(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+def template_info(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """The distinct ways in which the prompts are rendered."""
     ways = dict.fromkeys((prompt.system, prompt.template_options) for prompt in prompts)
     return [{"system": system, "options": dict(options)} for system, options in ways]
 
 
-def _check_prompts(target: Target, prompts: Sequence[Prompt], max_total: int | None) -> None:
+def check_prompts(target: Target, prompts: Sequence[Prompt], max_total: int | None) -> None:
+    """Raise LabError for no prompt, an id that comes twice, or a prompt without room for an
+    answer."""
     if not prompts:
-        raise LabError("trace: found no prompt")
+        raise LabError("prompts: found no prompt")
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise LabError(f"trace: prompt id {prompt.id!r} comes twice")
+            raise LabError(f"prompts: prompt id {prompt.id!r} comes twice")
         seen.add(prompt.id)
         _room(target, prompt, render(target, prompt), max_total)
 
@@ -145,36 +168,56 @@ def _room(target: Target, prompt: Prompt, ids: Sequence[int], max_total: int | N
     return limit - len(ids)
 
 
-def _trace_jobs(
-    target: Target, jobs: Sequence[_Job], sampling: Sampling, info: Mapping[str, Any], bar: tqdm
-) -> pd.DataFrame:
-    """The `traces` rows of some conversations, all first turns first, in the order of the jobs."""
-    history: list[list[str]] = [[] for _ in jobs]
-    rows: list[list[dict[str, Any]]] = [[] for _ in jobs]
-    for turn in range(max(len(job.prompt.turns) for job in jobs)):
-        places = [place for place, job in enumerate(jobs) if len(job.prompt.turns) > turn]
-        requests = []
-        for place in places:
-            prompt, sample = jobs[place].prompt, jobs[place].sample
-            ids = render(target, prompt, history[place])
-            room = _room(target, prompt, ids, info["max_total"])
-            key = row_key(info["seed"], prompt.id, turn, sample)
-            requests.append(Request(ids, key, min(info["max_new_tokens"], room)))
-        bar.total -= sum(info["max_new_tokens"] - request.max_new_tokens for request in requests)
-        answers = generate(target, requests, sampling, info["batch_size"], bar.update)
-        for place, request, answer in zip(places, requests, answers, strict=True):
-            rows[place].append(_row(jobs[place], turn, request, answer))
-            text = target.tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+def take_turns(
+    target: Target,
+    conversations: Sequence[Conversation],
+    max_new_tokens: int,
+    max_total: int | None,
+    answer: Callable[[list[Turn]], Sequence[AnyAnswer]],
+) -> list[tuple[Turn, AnyAnswer]]:
+    """Let `answer` answer every turn: all first turns in one call, then all second ones, and so on.
+
+    A turn follows the target's own answers to the turns before it. Returns turns with their
+    answers, conversation by conversation. Raises `LabError` for a turn without room for an answer.
+    """
+    history: list[list[str]] = [[] for _ in conversations]
+    done: list[list[tuple[Turn, AnyAnswer]]] = [[] for _ in conversations]
+    for turn in range(max(len(prompt.turns) for prompt, _ in conversations)):
+        places, turns = [], []
+        for place, (prompt, sample) in enumerate(conversations):
+            if len(prompt.turns) > turn:
+                ids = render(target, prompt, history[place])
+                room = _room(target, prompt, ids, max_total)
+                turns.append(Turn(prompt, turn, sample, ids, min(max_new_tokens, room)))
+                places.append(place)
+        for place, asked, given in zip(places, turns, answer(turns), strict=True):
+            done[place].append((asked, given))
+            text = target.tokenizer.decode(given.response_ids, skip_special_tokens=True)
             history[place].append(text)
-    return pd.DataFrame([row for conversation in rows for row in conversation])
+    return [pair for conversation in done for pair in conversation]
 
 
-def _row(job: _Job, turn: int, request: Request, answer: Continuation) -> dict[str, Any]:
-    return {
-        "prompt_id": job.prompt.id,
-        "turn": turn,
-        "sample": job.sample,
-        "dataset": job.prompt.dataset,
-        "prompt_ids": list(request.prompt_ids),
-        "on_policy": True,
-    } | asdict(answer)
+def _trace_jobs(
+    target: Target,
+    jobs: Sequence[Conversation],
+    sampling: Sampling,
+    info: Mapping[str, Any],
+    bar: tqdm,
+) -> pd.DataFrame:
+    """The `traces` rows of some conversations, in their order."""
+
+    def answer(turns: list[Turn]) -> list[Continuation]:
+        requests = [
+            Request(turn.prompt_ids, row_key(info["seed"], *turn.key.values()), turn.max_new_tokens)
+            for turn in turns
+        ]
+        bar.total -= sum(info["max_new_tokens"] - turn.max_new_tokens for turn in turns)
+        return generate(target, requests, sampling, info["batch_size"], bar.update)
+
+    rows = take_turns(target, jobs, info["max_new_tokens"], info["max_total"], answer)
+    return pd.DataFrame(
+        turn.key
+        | {"dataset": turn.prompt.dataset, "prompt_ids": turn.prompt_ids, "on_policy": True}
+        | asdict(continuation)
+        for turn, continuation in rows
+    )

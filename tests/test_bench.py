@@ -8,17 +8,15 @@ import torch
 from drafters import tiny_drafter
 from helpers import tiny_target
 
-from dflash2_lab.bench import (
+from dflash2_lab.bench.record import (
     PAIRS,
-    Spread,
-    alternate,
     attention_extra_bytes,
     bench_record,
     peak_bytes,
-    ratios,
     step_all,
     table,
 )
+from dflash2_lab.bench.timing import Spread, alternate, ratios
 from dflash2_lab.errors import LabError
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.prompts import Prompt

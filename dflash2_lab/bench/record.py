@@ -1,20 +1,14 @@
 """`bench record`: what recording costs, against stepping the published package anchor by anchor.
 
-Sides that are compared alternate in one process, so a slow spell of the machine hits both. A figure
-is the median over the repeats with the smallest and the largest as its interval, which holds the
-true median with probability 1 - 2^(1 - repeats) whatever the law of the noise.
+Sides that are compared alternate in one process; a figure is the median over the repeats with its
+interval (see `timing`).
 """
 
-import gc
-import json
 import logging
-import platform
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,14 +18,15 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from dflash2_lab.attention_sums import AttentionSums
-from dflash2_lab.errors import LabError
+from dflash2_lab.bench.reference import published_or_reason
+from dflash2_lab.bench.report import at_least, at_most, check_counts, finish
+from dflash2_lab.bench.timing import Spread, alternate, coverage, order_statistic, ratios
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
-from dflash2_lab.provenance import environment
-from dflash2_lab.published import PublishedDecoder, published_model
+from dflash2_lab.published import PublishedDecoder
 from dflash2_lab.recording import draft_tile, record
-from dflash2_lab.tables import Run, write_atomic, write_run_info
+from dflash2_lab.tables import Run
 from dflash2_lab.target import Target
 from dflash2_lab.tracing import trace
 
@@ -43,23 +38,6 @@ CONTEXTS = (512, 8192)  # tokens at which the memory of attention shares is meas
 MEMORY_ANCHORS = 32
 NO_ATTENTION = "record, no attention"
 PAIRS = 3  # runs with and without attention shares for each repeat of the rest
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of repeated measurements."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        return cls(median(values), min(values), max(values))
-
-    def text(self, digits: int = 3) -> str:
-        low, high = f"{self.low:.{digits}g}", f"{self.high:.{digits}g}"
-        return f"{self.median:.{digits}g} [{low}, {high}]"
 
 
 def bench_record(
@@ -77,19 +55,13 @@ def bench_record(
     Raises `LabError` for repeats < 1 and for whatever keeps the target, the drafter or the prompts
     from loading.
     """
-    if repeats < 1:
-        raise LabError(f"repeats: found {repeats}, expected 1 or more")
+    check_counts(repeats=repeats)
     dtype = str(target.dtype).removeprefix("torch.")
     drafter = load_drafter(drafter_name, target=target, dtype=dtype, device=target.device)
     prompts = load_prompts("default", limit=limit)
     traces = trace(target, prompts, max_new_tokens=max_new_tokens)
-    model, skipped = None, None
-    try:
-        model = published_model(drafter, target.embed_weight)
-    except ImportError:
-        skipped = "skipped: stepping the published package (pip install --no-deps dflash==0.1.0)"
-    except LabError as error:
-        skipped = f"skipped: stepping the published package ({error})"
+    model, reason = published_or_reason(drafter, target)
+    skipped = None if model else f"skipped: stepping the published package ({reason})"
     if skipped:
         log.warning(skipped)
     work = sides(target, drafter, traces, model)
@@ -117,9 +89,7 @@ def bench_record(
     }
     if model is not None:
         result["speedup"] = asdict(Spread.of(ratios(seconds["published"], seconds["record"])))
-    text = table(result)
-    _write(out, target, result, text)
-    return {"text": f"{text}\n{out}", "json": result | {"folder": str(out)}}
+    return finish(out, "record", target.device, target.identity, result, table(result))
 
 
 def sides(
@@ -151,26 +121,6 @@ def step_all(target: Target, model: nn.Module, traces: Run) -> list[list[int]]:
         steps = range(len(row.response_ids) - 1)
         counts.append([decoder.cycle().num_accepted for _ in steps])
     return counts
-
-
-def alternate(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side in each repeat, after one round that is not counted; the order turns
-    round from one repeat to the next, so no side always runs first."""
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for repeat in tqdm(range(-1, repeats), desc="bench record", unit="round", delay=2):
-        names = list(work) if repeat % 2 else list(work)[::-1]
-        for name in names:
-            gc.collect()
-            started = time.perf_counter()
-            work[name]()
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Ratio of the two sides in each repeat."""
-    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def attention_extra_bytes(target: Target, drafter: Drafter, context: int) -> int:
@@ -213,48 +163,24 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 def table(result: Mapping[str, Any]) -> str:
     """The result for people: every figure with its interval and its bar."""
     repeats = result["repeats"]
-    level = 100 * (1 - 2.0 ** (1 - repeats))
+    level = 100 * coverage(repeats, order_statistic(repeats))
     lines = [
         f"recording {result['drafter']}: {result['num_anchors']} anchors of "
         f"{result['num_requests']} responses, median of {repeats} interleaved repeats "
-        f"[smallest, largest: {level:.0f} % interval]",
+        f"[{level:.0f} % interval]",
         "",
     ]
     for name, spread in result["seconds_per_anchor"].items():
-        lines.append(f"{name:<62} {_scaled(spread, 1e3).text()} ms an anchor")
+        lines.append(f"{name:<62} {Spread(**spread).scaled(1e3).text()} ms an anchor")
     if "speedup" in result:
         spread = Spread(**result["speedup"])
-        lines.append(
-            f"{'record against published':<62} {spread.text()} times faster"
-            f"   (bar: at least {SPEED_BAR:g}: {_verdict(spread.median >= SPEED_BAR)})"
-        )
-    spread = _scaled(result["attention_time_ratio"], 1.0)
-    lines.append(
-        f"{f'attention shares, time with / without ({PAIRS * repeats} pairs)':<62} {spread.text()}"
-        f"   (bar: at most {ATTENTION_BAR:g}: {_verdict(spread.median <= ATTENTION_BAR)})"
-    )
+        bar = at_least(spread.median, SPEED_BAR)
+        lines.append(f"{'record against published':<62} {spread.text()} times faster   ({bar})")
+    spread = Spread(**result["attention_time_ratio"])
+    bar = at_most(spread.median, ATTENTION_BAR)
+    name = f"attention shares, time with / without ({PAIRS * repeats} pairs)"
+    lines.append(f"{name:<62} {spread.text()}   ({bar})")
     for context, extra in result["attention_extra_bytes"].items():
         name = f"attention shares, extra peak memory at {context} tokens of context"
         lines.append(f"{name:<62} {extra / 1e6:.3f} MB ({MEMORY_ANCHORS} anchors a tile)")
     return "\n".join([*lines, *([result["skipped"]] if result["skipped"] else [])])
-
-
-def _scaled(spread: Mapping[str, float], factor: float) -> Spread:
-    return Spread(**{name: value * factor for name, value in spread.items()})
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
-def _write(out: Path, target: Target, result: Mapping[str, Any], text: str) -> None:
-    machine = {"machine": platform.machine(), "processor": platform.processor()}
-    info = {
-        "kind": "bench",
-        "target": dict(target.identity),
-        "environment": environment(target.device) | machine,
-    }
-    write_run_info(out, info)
-    payload = json.dumps(result, indent=1, sort_keys=True) + "\n"
-    write_atomic(out / "bench.json", lambda handle: handle.write(payload.encode()))
-    write_atomic(out / "table.txt", lambda handle: handle.write(f"{text}\n".encode()))

@@ -1,0 +1,1 @@
+"""Benchmarks: what recording, a decode cycle, a decode and single kernels cost, with intervals."""
