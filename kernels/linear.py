@@ -410,11 +410,12 @@ def conv_project_triton(
     tiling: Tiling | None = None,
     pdl: bool = False,
 ) -> tuple[Float[Tensor, "R H"], Conv]:
-    """See `conv_project`; `tiling` counts channel groups (block_n) and channels a warp (block_k)."""
+    """See `conv_project`; `tiling` counts channel groups (block_n), channels a warp (block_k)."""
     R, H = x.value.shape
     taps = base.shape[1]
     groups = projection.shape[0] // (2 * taps)
-    tiling = tiling or Tiling(4, 128, 1, 4, 4, 2)
+    # Four stages of fp32 would not fit into shared memory.
+    tiling = tiling or Tiling(4, 128, 1, 4, 4 if x.value.element_size() == 2 else 2, 2)
     dtype, device = x.value.dtype, x.value.device
     out = torch.empty(R, H, dtype=dtype, device=device)
     dynamic = torch.empty(R, taps, groups, dtype=dtype, device=device)

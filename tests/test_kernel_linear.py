@@ -183,14 +183,14 @@ def test_the_library_gets_the_same_from_few_rows_and_from_many(device, rows):
     projection, base = torch.randn(4 * 6, 96).to(device), torch.randn(2, 2, 96).to(device)
     x = Rows(case.x)
     assert torch.allclose(
-        linear(x, case.weight, gated=True), linear_reference(x, case.weight, gated=True), atol=1e-5
+        linear(x, case.weight, gated=True), linear_reference(x, case.weight, gated=True), atol=1e-4
     )
     found = linear_add(case.x, case.weight, case.residual, case.norm, case.bias, case.conv)
     expected = linear_add_reference(
         case.x, case.weight, case.residual, case.norm, case.bias, case.conv
     )
-    assert torch.allclose(found.residual, expected.residual, atol=1e-5)
-    assert torch.allclose(normed(found.normed), expected.normed.value, atol=1e-5)
+    assert torch.allclose(found.residual, expected.residual, atol=1e-4)
+    assert torch.allclose(normed(found.normed), expected.normed.value, atol=1e-4)
     found, expected = (
         run(x, projection, base, 4)[0] for run in (conv_project, conv_project_reference)
     )
