@@ -9,7 +9,7 @@ from dflash2_lab.bench.kernels import bench_kernels
 from dflash2_lab.bench.record import bench_record
 from dflash2_lab.bench.speedup import bench_speedup
 from dflash2_lab.bench.throughput import ThroughputOptions, bench_throughput
-from dflash2_lab.commands import Result, _device, _target, _template_options
+from dflash2_lab.commands import Result, device_of, target_of, template_options
 from dflash2_lab.prompts import load_prompts
 from dflash2_lab.provenance import check_device
 from dflash2_lab.tables import Run
@@ -18,7 +18,7 @@ from dflash2_lab.tables import Run
 def record(arguments: argparse.Namespace) -> Result:
     """Time recording."""
     return bench_record(
-        _target(arguments),
+        target_of(arguments),
         arguments.drafter,
         limit=arguments.limit,
         max_new_tokens=arguments.max_new_tokens,
@@ -51,12 +51,12 @@ def throughput(arguments: argparse.Namespace) -> Result:
         sampler_batch=arguments.sampler_batch,
         reference=not arguments.no_reference,
     )
-    target = _target(arguments)
+    target = target_of(arguments)
     prompts = load_prompts(
         arguments.prompts or "default",
         limit=arguments.limit,
         system=arguments.system,
-        template_options=_template_options(arguments.template_option),
+        template_options=template_options(arguments.template_option),
         target=target,
     )
     drafters = arguments.drafter or ["zoo:dflash", "zoo:dflash2"]
@@ -78,6 +78,6 @@ def speedup(arguments: argparse.Namespace) -> Result:
 
 
 def _checked(arguments: argparse.Namespace) -> torch.device:
-    device = _device(arguments)
+    device = device_of(arguments)
     check_device(device)
     return torch.device(device)

@@ -32,15 +32,18 @@ from dflash2_lab.training.setup import choose_mask_token, new_drafter
 Result = dict[str, object]
 
 
-def _device(arguments: argparse.Namespace) -> str:
+def device_of(arguments: argparse.Namespace) -> str:
+    """--device, by default a GPU where there is one."""
     return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _target(arguments: argparse.Namespace) -> Target:
-    return load_target(arguments.target, dtype=arguments.dtype, device=_device(arguments))
+def target_of(arguments: argparse.Namespace) -> Target:
+    """The target of --target, in its --dtype."""
+    return load_target(arguments.target, dtype=arguments.dtype, device=device_of(arguments))
 
 
-def _template_options(pairs: list[str]) -> dict[str, object]:
+def template_options(pairs: list[str]) -> dict[str, object]:
+    """The options of --template-option KEY=VALUE, where true and false are no strings."""
     words = {"true": True, "false": False}
     options: dict[str, object] = {}
     for pair in pairs:
@@ -56,7 +59,7 @@ def _traced(arguments: argparse.Namespace, target: Target, out: Path) -> Run:
         arguments.prompts or "default",
         limit=arguments.limit,
         system=arguments.system,
-        template_options=_template_options(arguments.template_option),
+        template_options=template_options(arguments.template_option),
         target=target,
         seed=arguments.seed,
     )
@@ -78,12 +81,12 @@ def _traced(arguments: argparse.Namespace, target: Target, out: Path) -> Run:
 def trace(arguments: argparse.Namespace) -> Result:
     """Trace prompts into a run folder, or import traces that were made elsewhere."""
     if arguments.import_file is None:
-        run = _traced(arguments, _target(arguments), arguments.out)
+        run = _traced(arguments, target_of(arguments), arguments.out)
     elif arguments.prompts is not None:
         raise LabError("--import and --prompts exclude each other: imported traces hold prompts")
     else:
         run = import_traces(
-            _target(arguments),
+            target_of(arguments),
             read_rows(arguments.import_file),
             temperature=arguments.temperature,
             top_p=arguments.top_p,
@@ -111,9 +114,9 @@ def record(arguments: argparse.Namespace) -> Result:
     if arguments.traces is not None and arguments.prompts is not None:
         raise LabError("--traces and --prompts exclude each other: traces hold their prompts")
     traces = Run.open(arguments.traces, "trace") if arguments.traces is not None else None
-    target = _target(arguments)
+    target = target_of(arguments)
     drafter = load_drafter(
-        arguments.drafter, target=target, dtype=arguments.dtype, device=_device(arguments)
+        arguments.drafter, target=target, dtype=arguments.dtype, device=device_of(arguments)
     )
     options = {
         "anchor_stride": arguments.anchor_stride,
@@ -163,7 +166,7 @@ def train(arguments: argparse.Namespace) -> Result:
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     config = TrainConfig(**{k: v for k, v in vars(arguments).items() if k in names})
     corpus, validation = load_corpus(arguments.data, config.max_length, config.held_out)
-    target = _target(arguments)
+    target = target_of(arguments)
     corpora = (corpus, validation)
     drafter = new_drafter(
         target,
@@ -215,7 +218,7 @@ def figures(arguments: argparse.Namespace) -> Result:
 def reproduce(arguments: argparse.Namespace) -> Result:
     """The main job."""
     return main_job(
-        _target(arguments),
+        target_of(arguments),
         drafters=tuple(arguments.drafter) or ("zoo:dflash", "zoo:dflash2"),
         limit=arguments.limit,
         max_new_tokens=arguments.max_new_tokens,

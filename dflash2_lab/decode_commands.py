@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash2_lab.commands import Result, _device, _target, _template_options
+from dflash2_lab.commands import Result, device_of, target_of, template_options
 from dflash2_lab.decoding.api import DecodeResult
 from dflash2_lab.decoding.api import decode as decode_prompts
 from dflash2_lab.errors import LabError
@@ -25,11 +25,11 @@ CLOCK = "wall clock from each response's first token to its last"
 
 def decode(arguments: argparse.Namespace) -> Result:
     """Decode prompts; without --json the responses are streamed as they are made."""
-    target = _target(arguments)
+    target = target_of(arguments)
     drafter = None
     if arguments.drafter != "none":
         drafter = load_drafter(
-            arguments.drafter, target=target, dtype=arguments.dtype, device=_device(arguments)
+            arguments.drafter, target=target, dtype=arguments.dtype, device=device_of(arguments)
         )
     prompts = _prompts(arguments, target)
     num_responses = arguments.samples * sum(len(prompt.turns) for prompt in prompts)
@@ -54,7 +54,7 @@ def decode(arguments: argparse.Namespace) -> Result:
 def _prompts(arguments: argparse.Namespace, target: Target) -> list[Prompt]:
     if arguments.prompt is not None and arguments.prompts is not None:
         raise LabError("--prompt and --prompts exclude each other")
-    options = _template_options(arguments.template_option)
+    options = template_options(arguments.template_option)
     if arguments.prompt is not None:
         if not arguments.prompt.strip():
             raise LabError("--prompt: found no text")

@@ -135,11 +135,11 @@ def _markov(block: Block, temperature: float, uniforms: Tensor | None) -> Propos
     """Left to right over the full vocabulary: logits + W2 W1[previous token]."""
     tokens, q_target, previous = [], [], block.before[:, 0]
     for slot in range(block.targets.shape[1]):
-        forced = _markov_logits(block, slot, block.before[:, slot])
+        forced = markov_logits(block, slot, block.before[:, slot])
         is_target = torch.zeros_like(forced, dtype=torch.bool)
         is_target.scatter_(-1, block.targets[:, slot, None], True)
         q_target.append(_target_mass(forced, is_target, temperature))
-        own = _markov_logits(block, slot, previous)
+        own = markov_logits(block, slot, previous)
         if temperature > 0:
             previous = inverse_cdf(torch.softmax(own / temperature, dim=-1), uniforms[:, slot])
         else:
@@ -148,7 +148,8 @@ def _markov(block: Block, temperature: float, uniforms: Tensor | None) -> Propos
     return Proposal(torch.stack(tokens, 1), torch.stack(q_target, 1))
 
 
-def _markov_logits(block: Block, slot: int, previous: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
+def markov_logits(block: Block, slot: int, previous: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
+    """fp32 logits of a slot after the given tokens; without a Markov head the block's own."""
     drafter = block.drafter
     logits = block.logits[:, slot].float()
     if not isinstance(drafter, DSparkDrafter) or drafter.markov_head is None:

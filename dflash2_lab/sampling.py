@@ -20,6 +20,16 @@ from torch import Tensor
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import inverse_cdf
 from dflash2_lab.kernels.candidate_topk import candidate_topk
+from dflash2_lab.kernels.tools import uniforms
+
+__all__ = [
+    "Sampling",
+    "choose",
+    "filter_logits",
+    "row_key",
+    "token_logprobs",
+    "uniforms",  # made with the kernels, used with the keys of `row_key`
+]
 
 _PREFIX = 1024  # ranked tokens that top-p looks at on a CPU before it sorts the whole vocabulary
 
@@ -99,23 +109,6 @@ def row_key(seed: int, *parts: str | int) -> int:
     """A signed 64-bit key of a row's random numbers, from the seed and what identifies the row."""
     text = "\x1f".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
-def uniforms(keys: Int[Tensor, B], positions: Int[Tensor, B]) -> Float[Tensor, B]:
-    """Uniform float64 numbers in [0, 1) of 48 bits, one for each (key, position).
-
-    The output function of SplitMix64 (Steele, Lea, Flood 2014) on key + position * golden gamma.
-    """
-    state = keys + positions.long() * -7046029254386353131  # 0x9E3779B97F4A7C15, signed
-    state = (state ^ _shift_right(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    state = (state ^ _shift_right(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    state = state ^ _shift_right(state, 31)
-    return _shift_right(state, 16).double() / 2.0**48
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # torch shifts signed integers arithmetically; the copies of the sign are cut off again.
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def choose(

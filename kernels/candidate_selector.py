@@ -15,7 +15,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .tools import jit, next_power_of_2, on_gpu, tl, uniform48
+from .tools import (
+    check_shape,
+    jit,
+    last_to_arrive,
+    next_power_of_2,
+    on_gpu,
+    tl,
+    uniform48,
+    uniforms,
+)
 
 
 def pairwise_scores(
@@ -49,24 +58,6 @@ def inverse_cdf(
     cdf = probs.double().cumsum(dim=-1)
     level = uniform.double()[..., None] * cdf[..., -1:]
     return torch.searchsorted(cdf, level, right=True).squeeze(-1)
-
-
-def uniforms(keys: Int[Tensor, "*n"], counters: Int[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """Uniform float64 numbers in [0, 1) of 48 bits, one for each int64 (key, counter).
-
-    The output function of SplitMix64 (Steele, Lea, Flood 2014) on key + counter * golden gamma;
-    `tools.uniform48` gives the same numbers inside a kernel.
-    """
-    state = keys + counters.long() * -7046029254386353131  # 0x9E3779B97F4A7C15, signed
-    state = (state ^ _shift_right(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    state = (state ^ _shift_right(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    state = state ^ _shift_right(state, 31)
-    return _shift_right(state, 16).double() / 2.0**48
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # torch shifts signed integers arithmetically; the copies of the sign are cut off again.
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def walk(
@@ -154,17 +145,6 @@ def select_reference(
         previous = found.gather(-1, choice[:, None])[:, 0]
         tokens.append(previous)
     return torch.stack(tokens, 1), torch.stack(laws, 1)
-
-
-@jit
-def last_to_arrive(arrivals, count):
-    """Whether the other `count` - 1 programs that call this have all done so; what they stored
-    before is then visible to the caller. The counter is zero again for the next launch."""
-    tl.debug_barrier()  # every thread's stores come before the one thread's atomic
-    last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == count - 1
-    if last:
-        tl.store(arrivals, 0)
-    return last
 
 
 @jit
@@ -347,14 +327,3 @@ def select_triton(
         num_warps=num_warps,
     )
     return tokens, law
-
-
-def check_shape(name: str, tensor: Tensor, *shape: int, contiguous: bool = False) -> None:
-    """Raise `ValueError` unless the tensor has this shape and a last axis without gaps (no axis
-    with gaps where `contiguous`)."""
-    dense = tensor.is_contiguous() if contiguous else shape[-1] <= 1 or tensor.stride(-1) == 1
-    if tuple(tensor.shape) != shape or not dense:
-        raise ValueError(
-            f"{name}: found shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
-            f"expected {shape}, {'contiguous' if contiguous else 'the last axis contiguous'}"
-        )

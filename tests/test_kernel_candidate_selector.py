@@ -9,10 +9,9 @@ from dflash2_lab.kernels.candidate_selector import (
     select,
     select_reference,
     select_triton,
-    uniforms,
 )
+from dflash2_lab.kernels.tools import jit, tl, uniform48, uniforms
 from dflash2_lab.sampling import row_key
-from dflash2_lab.sampling import uniforms as library_uniforms
 
 FORMS = pytest.mark.parametrize("form", [select_reference, select_triton])
 WORD = 2**64
@@ -81,7 +80,7 @@ def walk_by_loops(unary, ids, anchor, gate, predecessor_codebook, successor_code
             else:
                 law = np.exp((scores - scores.max()) / temperature[row])
                 laws[row, slot] = law / law.sum()
-                number = library_uniforms(drawn[row], rest["counters"][row] + slot)
+                number = uniforms(drawn[row], rest["counters"][row] + slot)
                 choice = int((laws[row, slot].cumsum() <= float(number)).sum())
             path[row, slot] = previous = int(found[choice])
     return path, laws
@@ -245,9 +244,17 @@ def test_codes_of_candidates_are_scored_in_fp32(device):
     assert tokens[0, 0] == arguments["ids"][0, 0, 1]
 
 
-def test_numbers_are_those_of_the_library():
-    keys, counters = torch.randint(-(2**63), 2**63 - 1, (1000,)), torch.arange(1000)
-    assert torch.equal(uniforms(keys, counters), library_uniforms(keys, counters))
+@jit
+def _numbers_kernel(keys_ptr, counters_ptr, numbers_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(numbers_ptr + at, uniform48(tl.load(keys_ptr + at), tl.load(counters_ptr + at)))
+
+
+def test_numbers_of_the_kernels_are_those_of_the_references(device):
+    keys, counters = torch.randint(-(2**63), 2**63 - 1, (1024,)), torch.arange(1024)
+    found = torch.empty(1024, dtype=torch.float64, device=device)
+    _numbers_kernel[(1,)](keys.to(device), counters.to(device), found, BLOCK=1024)
+    assert torch.equal(found.cpu(), uniforms(keys, counters))
     numbers = [0.0, 0.25, 1 - 2.0**-48]
     assert uniforms(keys_for(numbers, 5), torch.tensor([5, 5, 5])).tolist() == numbers
 

@@ -17,9 +17,10 @@ from dflash2_lab.kernels.candidate_selector import select
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 from dflash2_lab.kernels.grouped_conv import grouped_conv
 from dflash2_lab.kernels.linear import conv_project, linear, linear_add, make_workspace
+from dflash2_lab.kernels.row_law import row_law
 from dflash2_lab.kernels.stream import Norm, Rows
 from dflash2_lab.kernels.token_rank import token_rank
-from dflash2_lab.kernels.verify import CandidateLaw, row_law, verify
+from dflash2_lab.kernels.verify import CandidateLaw, verify
 
 DTYPE = torch.bfloat16
 ITEM = 2  # bytes of a value

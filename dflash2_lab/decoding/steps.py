@@ -19,9 +19,9 @@ from transformers import DynamicCache
 
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import inverse_cdf, walk
-from dflash2_lab.models.drafter import Drafter, DSparkDrafter
+from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.layers import embed_rows
-from dflash2_lab.policies import Block, candidates
+from dflash2_lab.policies import Block, candidates, markov_logits
 from dflash2_lab.sampling import Sampling, filter_logits, uniforms
 from dflash2_lab.target import Target, layer_outputs
 
@@ -117,14 +117,11 @@ def propose(block: Block, policy: str) -> Proposal:
 
 def _markov(block: Block, temperature: float, uniform: Float[Tensor, " P"]) -> Proposal:
     """Left to right over the full vocabulary: logits + W2 W1[previous token]."""
-    drafter, tokens, laws = block.drafter, [], []
-    head = drafter.markov_head if isinstance(drafter, DSparkDrafter) else None
-    previous = block.before[:, 0]
+    broken = f"drafter {block.drafter.name}: the Markov head's values are not finite"
+    tokens, laws, previous = [], [], block.before[:, 0]
     for slot in range(len(uniform)):
-        scores = block.logits[:, slot].float()
-        if head is not None:
-            scores = scores + drafter.to_target_vocab(head(previous)).float()
-            check_logits(scores, f"drafter {drafter.name}: the Markov head's values are not finite")
+        scores = markov_logits(block, slot, previous)
+        check_logits(scores, broken)
         if temperature > 0:
             laws.append(torch.softmax(scores / temperature, dim=-1))
             previous = inverse_cdf(laws[-1], uniform[slot : slot + 1])
