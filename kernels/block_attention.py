@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .tools import jit, next_power_of_2, on_gpu, tl, triton
+from .tools import jit, launches_early, next_power_of_2, on_gpu, tl, triton
 
 TILE_BYTES = 32768  # keys and values that a program reads at a time
 UNITS_PER_SPLIT = 1  # a split has at least so many tiles to do, the block's own rows being one
@@ -544,6 +544,7 @@ def block_attention_triton(
         mass = torch.empty(B, num_heads, G, 3, dtype=torch.float32, device=qkv.device)
 
     native = isinstance(_block_attention_kernel, triton.JITFunction)
+    early = launches_early(qkv)
     model = getattr(tl, str(qkv.dtype).removeprefix("torch."))
     block_half = max(16, next_power_of_2(D // 2))
     block_rows = max(16, next_power_of_2(G * heads))
@@ -569,9 +570,9 @@ def block_attention_triton(
         BLOCK_HALF=block_half,
         UNITS=UNITS_PER_SPLIT,
         UNROLL=MERGE_UNROLL,
-        PDL=native,
+        PDL=early,
         num_warps=num_warps,
-        **({"launch_pdl": True} if native else {}),
+        **({"launch_pdl": True} if early else {}),
     )
     return (out, lse, mass) if shares else out
 

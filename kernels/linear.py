@@ -39,7 +39,15 @@ from .stream import (
     start_stream_triton,
     tile_options,
 )
-from .tools import interpreting, jit, next_power_of_2, on_gpu, prefetch_rows, tl
+from .tools import (
+    interpreting,
+    jit,
+    launches_early,
+    next_power_of_2,
+    on_gpu,
+    prefetch_rows,
+    tl,
+)
 
 MAX_ROWS = 32
 
@@ -444,7 +452,8 @@ def linear(
 ) -> Float[Tensor, "R N"]:
     """x W^T + bias of normed rows; with `gated`, silu(first half) * second half (N = M / 2)."""
     if on_gpu(weight) and x.value.shape[0] <= MAX_ROWS:
-        return linear_triton(x, weight, bias, gated, workspace, pdl=True)
+        early = launches_early(weight)
+        return linear_triton(x, weight, bias, gated, workspace, pdl=early)
     return linear_reference(x, weight, bias, gated)
 
 
@@ -462,7 +471,8 @@ def linear_add(
     if not on_gpu(weight):
         return linear_add_reference(x, weight, residual, norm, bias, conv, out)
     if x.shape[0] <= MAX_ROWS:
-        return linear_add_triton(x, weight, residual, norm, bias, conv, out, workspace, pdl=True)
+        early = launches_early(weight)
+        return linear_add_triton(x, weight, residual, norm, bias, conv, out, workspace, pdl=early)
     y = F.linear(x, weight, bias)
     return start_stream_triton(residual, norm, y if conv is None else conv(y), out)
 
@@ -479,5 +489,5 @@ def conv_project(
     `rows` are the rows of a block. Returns x convolved, and the convolution of the output.
     """
     if on_gpu(projection) and x.value.shape[0] <= MAX_ROWS:
-        return conv_project_triton(x, projection, base, rows, pdl=True)
+        return conv_project_triton(x, projection, base, rows, pdl=launches_early(projection))
     return conv_project_reference(x, projection, base, rows)

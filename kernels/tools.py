@@ -4,6 +4,7 @@ arrival counter of programs that work on one row, and checks of shapes.
 Without Triton (a machine that has no build of it) the plain references still import and run.
 """
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -87,6 +88,14 @@ def last_to_arrive(arrivals, count):
     if last:
         tl.store(arrivals, 0)
     return last
+
+
+def launches_early(tensor: Tensor) -> bool:
+    """Whether a kernel on the tensor's device can be launched while the one before it runs
+    (programmatic dependent launch, compute capability 9.0 and above)."""
+    if not tensor.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 @jit

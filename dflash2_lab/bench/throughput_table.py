@@ -17,10 +17,13 @@ def table(result: Mapping[str, Any]) -> str:
     """One block of rows for each concurrency and temperature, then the published package."""
     repeats = result["repeats"]
     level = 100 * coverage(repeats, order_statistic(repeats))
+    passes = f"median of {repeats} interleaved passes over all of them [{level:.0f} % interval]"
+    if repeats == 1:
+        passes = "one pass over all of them, which gives no interval"
     parts = [
         f"{result['target']}, {result['dtype']}, on {result['device']}: {result['num_prompts']} "
         f"prompts of {', '.join(result['datasets'])},\nat most {result['max_new_tokens']} new "
-        f"tokens; median of {repeats} interleaved passes over all of them [{level:.0f} % interval]",
+        f"tokens; {passes}",
         "tokens/s: of decode, without prefills and without the tokens that they give; end to end: "
         "all\ntokens over all time; accept: tokens a verify step, bonus counted (AR: "
         "autoregressive)",
@@ -41,7 +44,7 @@ def _rows(group: Mapping[str, Any]) -> str:
             [
                 name,
                 f"{rate.median:.0f}",
-                f"[{rate.low:.0f}, {rate.high:.0f}]",
+                f"[{rate.low:.0f}, {rate.high:.0f}]" if rate.low < rate.high else "-",
                 f"{row['times_autoregressive'].median:.2f}",
                 f"{row['end_to_end_tokens_per_second'].median:.0f}",
                 "-" if row["policy"] is None else f"{row['acceptance_length']:.2f}",
