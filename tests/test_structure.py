@@ -38,12 +38,23 @@ def test_kernels_import_neither_the_library_nor_transformers(path):
     assert imported <= {"", *allowed}
 
 
+def test_kernels_import_where_triton_is_not_installed():
+    names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['triton'] = None\n"
+        f"for name in {names}: importlib.import_module('dflash2_lab.kernels.' + name)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_public_functions_stay_functions_whatever_was_imported():
     # a module of the same name would replace the function as soon as something imports it
     import dflash2_lab.report
     import dflash2_lab.reproduce  # noqa: F401
 
-    for name in ("load_target", "load_drafter", "load_prompts", "trace", "record", "replay"):
+    names = ("load_target", "load_drafter", "load_prompts", "trace", "record", "replay", "decode")
+    for name in names:
         assert callable(getattr(lab, name)), name
     assert callable(lab.plots.recall_by_slot)
 
