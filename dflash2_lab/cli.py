@@ -239,6 +239,25 @@ def _decode_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_lazy("decode", "decode_commands"))
 
 
+def _verify_replay_options(command: argparse.ArgumentParser) -> None:
+    _target(command)
+    command.add_argument(
+        "--drafter", required=True, help="a folder, a hub id, or zoo:dflash, zoo:dflash2"
+    )
+    _prompts(command)
+    _sampling(command)
+    command.set_defaults(samples=8)
+    command.add_argument("--policy", default=None, help="default: the drafter's own")
+    command.add_argument(
+        "--num-draft", type=int, default=None, help="slots verified a step (default: all drafted)"
+    )
+    command.add_argument("--batch-size", type=int, default=8, help="rows of the graph engine")
+    command.add_argument(
+        "--out", type=Path, default=None, help="run folder for verify.json (default: none)"
+    )
+    command.set_defaults(run=_lazy("verify_replay", "verify_commands"))
+
+
 def _train_options(command: argparse.ArgumentParser) -> None:
     _target(command)
     command.add_argument(
@@ -323,6 +342,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "decode": (
         "answer prompts by speculative decoding, and show what was accepted",
         _decode_options,
+    ),
+    "verify-replay": (
+        "check that decoding and replaying a recording tell the same, greedy or sampled",
+        _verify_replay_options,
     ),
     "train": ("train a DFlash or DFlash 2 drafter on traces", _train_options),
     "inspect": ("show a drafter checkpoint and every problem in it", _inspect_options),

@@ -13,9 +13,9 @@ norm(x) W^T = s ((n * x) W^T) with s = 1 / sqrt(mean(x^2) + eps). Weights keep t
 DFlash 2 puts a grouped convolution before and after each sublayer: the first is applied where its
 kernels are predicted (`conv_project`), the second in the product that it follows.
 
-Between two products the memory would lie idle: the last programs finish, a launch passes, the first
-bytes are on their way. So a kernel is launched while the one before it runs, and loads its first
-weights, which nothing writes, before it waits for it.
+Between two products the memory lies idle: the last programs finish, a launch passes, the first
+bytes are on their way. So on a GPU that can, a kernel is launched while the last programs of the one
+before it finish, and asks for its first weights, which nothing writes, before it waits for them.
 
 Above `MAX_ROWS` rows reading W is no longer the whole cost: there the library's matrix product is
 used, with the norm in a kernel of its own.
