@@ -14,8 +14,8 @@ DFlash 2 puts a grouped convolution before and after each sublayer: the first is
 kernels are predicted (`conv_project`), the second in the product that it follows.
 
 Between two products the memory lies idle: the last programs finish, a launch passes, the first
-bytes are on their way. So on a GPU that can, a kernel is launched while the last programs of the one
-before it finish, and asks for its first weights, which nothing writes, before it waits for them.
+bytes are on their way. So on a GPU that can, a kernel is launched while the last programs of the
+one before it finish, and asks for its first weights, which nothing writes, before it waits.
 
 Above `MAX_ROWS` rows reading W is no longer the whole cost: there the library's matrix product is
 used, with the norm in a kernel of its own.

@@ -10,12 +10,12 @@ from decode_helpers import OWN_POLICY, two_word_target
 from drafters import tiny_drafter
 from helpers import END_ID, save_tiny, tiny_target
 
-from dflash2_lab import block_comparison, margins, noise_band, verify_replay
-from dflash2_lab.block_comparison import Step
+from dflash2_lab.agreement import block_comparison, margins, noise_band, verify_replay
+from dflash2_lab.agreement.block_comparison import Step
+from dflash2_lab.agreement.margins import Subject
 from dflash2_lab.cli import main
 from dflash2_lab.decoding import cycle as cycles
 from dflash2_lab.decoding import eager, graph
-from dflash2_lab.margins import Subject
 from dflash2_lab.models.io import load_drafter, save_drafter
 from dflash2_lab.policies import Block
 from dflash2_lab.prompts import Prompt, load_prompts
@@ -76,7 +76,7 @@ def test_ends_by_stop_token_and_by_length_are_compared_too():
 
 def test_differences_of_bf16_are_ties_and_later_blocks_are_still_compared():
     # Cases B1 and B2.
-    result = verify(*bf16(tiny_target(seed=2), tiny_drafter(seed=2)), PROMPTS, 24)
+    result = verify(*bf16(tiny_target(seed=2), tiny_drafter(seed=2)), PROMPTS, 18)
     assert result["verdict"] == "tie-level"
     assert result["num_bugs"] == 0 < result["num_ties"]
     band = result["noise_band"]
@@ -86,7 +86,7 @@ def test_differences_of_bf16_are_ties_and_later_blocks_are_still_compared():
     assert min(result["num_responses_equal"].values()) < 4
     # Hardly a draft is accepted: all text was compared, though some responses left the trace.
     for pair in result["engine_pairs"]:
-        assert pair["num_blocks"] > 0.9 * 4 * 24
+        assert pair["num_blocks"] > 0.9 * 4 * 18
     assert {"whole", "eager", "graph"} == set(band["by_scoring"]["target"])
     flips = [noise["num_flips"] for noise in band["by_scoring"]["target"].values()]
     assert min(flips) > 0
@@ -116,7 +116,7 @@ def test_a_planted_wrong_token_is_a_bug_in_any_precision(dtype, monkeypatch):
     accept = eager.accept
     monkeypatch.setattr(eager, "target_law", keep_logits)
     monkeypatch.setattr(eager, "accept", planted)
-    result = verify(target, drafter, PROMPTS[:2], 20)
+    result = verify(target, drafter, PROMPTS[:2], 12)
     assert result["verdict"] == "bug"
     bugs = [one for one in differences(result) if one["verdict"] == "bug"]
     assert [tuple(one["ways"]) for one in bugs] == [PAIRS[0], PAIRS[2]]
@@ -131,7 +131,7 @@ def test_a_planted_wrong_token_is_a_bug_in_any_precision(dtype, monkeypatch):
     # The rest of that response is not looked at; the other one is.
     eager_pair = result["engine_pairs"][0]
     assert eager_pair["num_bugs"] == 1
-    assert 20 < eager_pair["num_blocks"] < 40
+    assert 12 < eager_pair["num_blocks"] < 24
 
 
 def test_a_graph_engine_that_emits_another_token_is_a_bug(words, monkeypatch):
@@ -154,7 +154,7 @@ def test_a_drafter_that_differs_from_the_recorded_one_is_a_bug_of_the_drafts(wor
         return record(target, tiny_drafter("dflash", seed=1), *arguments, **options)
 
     monkeypatch.setattr(verify_replay, "record", other_weights)
-    result = verify(words, drafter, PROMPTS, 16)
+    result = verify(words, drafter, PROMPTS, 10)
     assert result["verdict"] == "bug"
     assert result["num_responses_equal"] == {"eager": 4, "graph": 4}
     pair = result["engine_pairs"][0]
@@ -276,7 +276,7 @@ def test_the_graph_engines_own_drafts_are_those_of_its_margins(kind, policy, wor
     )
     engine = graph.GraphEngine(words, drafter, policy, 2, 60)
     with torch.inference_mode():
-        engine._admit([0, 1], requests)
+        engine.admit([0, 1], requests)
         path, _ = engine.cycle._propose()
         tokens = torch.cat([engine.cycle.progress.anchor[:, None], path], dim=1)
         drafted = margins._lean_draft(engine.cycle, tokens)
@@ -296,7 +296,7 @@ def made(tmp_path_factory):
 
 def arguments(made, *more):
     words = ["verify-replay", "--target", made / "target", "--drafter", made / "drafter"]
-    words += ["--prompts", made / "prompts.jsonl", "--device", "cpu", "--max-new-tokens", 10]
+    words += ["--prompts", made / "prompts.jsonl", "--device", "cpu", "--max-new-tokens", 8]
     return [str(word) for word in (*words, *more)]
 
 

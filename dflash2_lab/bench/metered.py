@@ -72,8 +72,8 @@ class MeteredEngine(GraphEngine):
         self.num_cycles += 1
         super().step()
 
-    def _admit(self, places: Sequence[int], requests: Sequence[Request]) -> None:
+    def admit(self, places: Sequence[int], requests: Sequence[Request]) -> None:
         first = mark(self.target.device)
-        super()._admit(places, requests)
+        super().admit(places, requests)
         self.cycle.laws.forced.fill_(self.forced)
         self.prefills.append((first, mark(self.target.device)))

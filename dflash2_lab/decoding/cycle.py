@@ -160,13 +160,13 @@ class Cycle:
     def step(self) -> None:
         """One cycle of every sequence; the ended ones stand still."""
         draft, q = self._propose() if self.drafter is not None else (self.no_draft, None)
-        logits = self._verify(draft)
+        logits = self.verify_pass(draft)
         if self.drafter is None:
             law, accepted, following = self._sample(logits)
         else:
             # Acceptance waits for latency, the new context for memory: they run side by side.
             with self._beside():
-                self._extend_context()
+                self.extend_context()
             law, accepted, following = self._accept(logits, draft, q)
             self._join()
         slots = 0 if self.drafter is None else self.drafter.settings.num_draft
@@ -210,7 +210,7 @@ class Cycle:
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
 
-    def _verify(self, draft: Int[Tensor, "B P"]) -> Float[Tensor, "BG V"]:
+    def verify_pass(self, draft: Int[Tensor, "B P"]) -> Float[Tensor, "BG V"]:
         """Target logits of [anchor, path]; its features go to `features`."""
         side, trunk = self.large, self.large.trunk
         norm = trunk.layers[0].input_norm
@@ -220,7 +220,7 @@ class Cycle:
                           side.scratch, taps)  # fmt: skip
         return linear(rows, side.head, side.head_bias)
 
-    def _extend_context(self) -> None:
+    def extend_context(self) -> None:
         """Keys and values of the block's features, behind the context in the drafter's cache."""
         side, batch = self.small, len(self.progress.start)
         features = self.features.to(self.drafter.dtype)
@@ -232,8 +232,8 @@ class Cycle:
             side.values, self.progress.start, side.trunk.cos, side.trunk.sin,
         )  # fmt: skip
 
-    def _propose(self) -> tuple[Int[Tensor, "B P"], CandidateLaw | FullLaw | None]:
-        """The policy's path through the block's slots, cut to the verified ones, and its q."""
+    def draft_pass(self) -> tuple[Rows, Float[Tensor, "BG V"]]:
+        """Input of the output head and unary draft logits of every block row."""
         side, settings = self.small, self.drafter.settings
         norm = side.trunk.layers[0].input_norm
         scale = settings.input_embedding_scale
@@ -243,7 +243,12 @@ class Cycle:
         logits = linear(rows, side.head, side.head_bias)
         if settings.output_multiplier != 1.0:
             logits = logits * settings.output_multiplier
-        logits = self.drafter.to_target_vocab(softcap(logits, settings.final_logit_softcapping))
+        capped = softcap(logits, settings.final_logit_softcapping)
+        return rows, self.drafter.to_target_vocab(capped)
+
+    def _propose(self) -> tuple[Int[Tensor, "B P"], CandidateLaw | FullLaw | None]:
+        """The policy's path through the block's slots, cut to the verified ones, and its q."""
+        rows, logits = self.draft_pass()
         if self.policy.startswith("selector"):
             return self._selector(rows, logits)
         if self.policy.startswith("markov"):

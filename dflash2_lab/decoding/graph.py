@@ -127,7 +127,7 @@ class GraphEngine:
             free = [row for row, place in enumerate(places) if place is None][: len(waiting)]
             if free:
                 chosen = [waiting.pop() for _ in free]
-                self._admit(free, [requests[index] for index in chosen])
+                self.admit(free, [requests[index] for index in chosen])
                 for row, index in zip(free, chosen, strict=True):
                     places[row] = _Place(index, 0)
             for _ in range(LOOK_EVERY):
@@ -149,7 +149,7 @@ class GraphEngine:
         if len(request.stop_ids) > NUM_STOPS:
             raise LabError(f"stop_ids: found {len(request.stop_ids)}, expected at most {NUM_STOPS}")
 
-    def _admit(self, places: Sequence[int], requests: Sequence[Request]) -> None:
+    def admit(self, places: Sequence[int], requests: Sequence[Request]) -> None:
         """Prefill requests into free places, a few together when their prompts are short."""
         size = max(1, PREFILL_TOKENS // max(len(request.prompt_ids) for request in requests))
         for first in range(0, len(places), size):

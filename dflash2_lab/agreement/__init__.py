@@ -1,0 +1,1 @@
+"""Decoding and replaying held against each other, block by block and in law."""
