@@ -7,6 +7,7 @@ import torch
 from dflash2_lab.bench.cycle import CycleOptions, bench_cycle
 from dflash2_lab.bench.kernels import bench_kernels
 from dflash2_lab.bench.record import bench_record
+from dflash2_lab.bench.report import check_out
 from dflash2_lab.bench.speedup import bench_speedup
 from dflash2_lab.bench.throughput import ThroughputOptions, bench_throughput
 from dflash2_lab.commands import Result, device_of, target_of, template_options
@@ -17,6 +18,7 @@ from dflash2_lab.tables import Run
 
 def record(arguments: argparse.Namespace) -> Result:
     """Time recording."""
+    check_out(arguments.out, "record")
     return bench_record(
         target_of(arguments),
         arguments.drafter,
@@ -29,6 +31,7 @@ def record(arguments: argparse.Namespace) -> Result:
 
 def cycle(arguments: argparse.Namespace) -> Result:
     """Time whole cycles."""
+    check_out(arguments.out, "cycle")
     options = CycleOptions(
         batches=arguments.batch,
         num_drafts=arguments.num_draft,
@@ -43,6 +46,7 @@ def cycle(arguments: argparse.Namespace) -> Result:
 
 def throughput(arguments: argparse.Namespace) -> Result:
     """Tokens a second on prompts."""
+    check_out(arguments.out, "throughput")
     options = ThroughputOptions(
         max_new_tokens=arguments.max_new_tokens,
         concurrency=arguments.concurrency,
@@ -65,6 +69,7 @@ def throughput(arguments: argparse.Namespace) -> Result:
 
 def kernels(arguments: argparse.Namespace) -> Result:
     """Time single kernels."""
+    check_out(arguments.out, "kernels")
     device = _checked(arguments)
     return bench_kernels(
         arguments.shapes, device, arguments.repeats, arguments.kernel, arguments.out
@@ -73,6 +78,7 @@ def kernels(arguments: argparse.Namespace) -> Result:
 
 def speedup(arguments: argparse.Namespace) -> Result:
     """Combine a recording with cycle times."""
+    check_out(arguments.out, "speedup")
     run = Run.open(arguments.record_run, "record")
     return bench_speedup(run, arguments.cycle, arguments.out)
 

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dflash2-lab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("dflash2-lab: interrupted; run the same command again to go on", file=sys.stderr)
+        again = "; run the same command again to go on" if arguments.command in RESUMED else ""
+        print(f"dflash2-lab: interrupted{again}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # as in `... | head`; the interpreter's own flush must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -80,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
             description=summary[0].upper() + summary[1:] + ".",
             formatter_class=Help,
         )
+        command.set_defaults(command=name)
         options(command)
         if name != "bench":  # its own commands have them
             _output(command)
@@ -335,6 +337,7 @@ def _lazy(name: str, module: str = "commands") -> Callable[[argparse.Namespace],
     return run
 
 
+RESUMED = ("trace", "record", "train", "reproduce")  # commands that go on where they stopped
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "trace": ("write the target's own continuations of prompts", _trace_options),
     "record": ("record what a drafter does at every anchor of traces", _record_options),

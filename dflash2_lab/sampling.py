@@ -31,6 +31,7 @@ __all__ = [
     "uniforms",  # made with the kernels, used with the keys of `row_key`
 ]
 
+_COLDEST = 1e-4
 _PREFIX = 1024  # ranked tokens that top-p looks at on a CPU before it sorts the whole vocabulary
 
 
@@ -45,6 +46,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise LabError(f"temperature: found {self.temperature}, expected a number >= 0")
+        # Below, logit / temperature loses the differences between logits to rounding.
+        if 0.0 < self.temperature < _COLDEST:
+            raise LabError(
+                f"temperature: found {self.temperature}, expected 0 (greedy) or {_COLDEST} or more"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise LabError(f"top_p: found {self.top_p}, expected 0 < top_p <= 1")
         if self.top_k < 0:

@@ -142,6 +142,10 @@ def test_sampling_gives_rows_of_one_length_on_both_sides(target):
     assert found["tokens_per_second"].median > 0
 
 
+def test_sampling_fewer_tokens_than_it_warms_up_with(target):
+    assert bench_sampler(target, [[5, 6]], 2, 2, repeats=1)["num_tokens"] == 2
+
+
 def test_the_package_is_timed_by_its_own_numbers(monkeypatch, target):
     import time
 
@@ -157,6 +161,7 @@ def test_the_package_is_timed_by_its_own_numbers(monkeypatch, target):
     [
         ({"concurrency": [0]}, r"concurrency: found \[0\]"),
         ({"max_new_tokens": 0}, "max_new_tokens: found 0"),
+        ({"max_new_tokens": 1}, "max_new_tokens: found 1, expected 2"),
         ({"temperatures": [-1.0]}, "temperature"),
         ({"sampler_batch": -1}, "sampler_batch: found -1"),
         ({"repeats": 0}, "repeats: found 0"),

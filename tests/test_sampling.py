@@ -114,7 +114,8 @@ def test_prefix_of_the_ranking_gives_the_law_of_the_full_sort(scale):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
+    "options",
+    [{"temperature": -0.1}, {"temperature": 1e-30}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}],
 )
 def test_options_out_of_range_are_named(options):
     with pytest.raises(LabError, match=next(iter(options))):

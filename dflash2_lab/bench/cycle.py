@@ -40,6 +40,7 @@ from dflash2_lab.target import Target
 
 log = logging.getLogger(__name__)
 
+MAX_CONTEXT = 131072
 FAR = 2**40  # a length limit that no cycle comes near
 
 
@@ -89,6 +90,8 @@ class CycleOptions:
         for name in ("forced", "reference_cycles"):
             if getattr(self, name) < 0:
                 raise LabError(f"{name}: found {getattr(self, name)}, expected 0 or more")
+        if self.context > MAX_CONTEXT:
+            raise LabError(f"context: found {self.context}, expected at most {MAX_CONTEXT}")
 
 
 def bench_cycle(

@@ -16,6 +16,21 @@ from dflash2_lab.provenance import environment
 from dflash2_lab.tables import read_run_info, write_atomic, write_run_info
 
 
+def check_out(out: Path, bench: str) -> None:
+    """Make the run folder, before anything is measured.
+
+    Raises `LabError` for a folder that holds another run, or that cannot be written.
+    """
+    if (out / "run.json").is_file():
+        info = read_run_info(out)
+        found = info.get("bench", f"a run of kind {info.get('kind')}")
+        if found != bench:
+            raise LabError(f"{out}: found {found}, expected a new folder or a run of bench {bench}")
+    probe = out / ".writable"
+    write_atomic(probe, lambda handle: handle.write(b""))
+    probe.unlink()
+
+
 def finish(
     out: Path,
     bench: str,

@@ -29,7 +29,8 @@ def bench_sampler(
     """Tokens a second of both sides in each round, and their ratio."""
     rows = list(islice(cycle(prompts), batch))
     log.info("sampling %d rows of %d tokens", batch, num_tokens)
-    engine = MeteredEngine(target, None, None, batch, max(map(len, rows)) + num_tokens)
+    longest = max(map(len, rows)) + max(num_tokens, WARM_UP)
+    engine = MeteredEngine(target, None, None, batch, longest)
     _transformers_seconds(target, rows, WARM_UP)
     engine.metered(_requests(rows, WARM_UP))
     passes, other = [], []

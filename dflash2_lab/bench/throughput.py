@@ -55,6 +55,11 @@ class ThroughputOptions:
     def __post_init__(self) -> None:
         check_counts(max_new_tokens=self.max_new_tokens, concurrency=self.concurrency)
         check_counts(repeats=self.repeats)
+        if self.max_new_tokens < 2:
+            raise LabError(
+                f"max_new_tokens: found {self.max_new_tokens}, expected 2 or more: the first token "
+                "is the prefill's"
+            )
         for temperature in self.temperatures:
             Sampling(temperature)
         if self.sampler_batch < 0:
