@@ -14,7 +14,6 @@ the last program of that head to finish merges the n partial results,
     m = max_i m_i,   l = sum_i 2^(m_i - m) l_i,   out = sum_i 2^(m_i - m) o_i / l.
 
 How many tiles there are follows from start[b] on the device, so a captured graph serves any length.
-Also here: `store_context`, which puts a drafter's new context rows into the caches of all layers.
 """
 
 import math
@@ -24,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .rotary import check, load_halves, rotate, rotated
 from .tools import jit, launches_early, next_power_of_2, on_gpu, tl, triton
 
 TILE_BYTES = 32768  # keys and values that a program reads at a time
@@ -85,22 +85,6 @@ def tiling(rows: int, half: int, itemsize: int) -> tuple[int, int]:
     tile = TILE_BYTES // (4 * half * itemsize)
     small = rows * half <= 1024 and itemsize == 2
     return min(128 // itemsize, max(16, tile)), 4 if small else 8
-
-
-def rotated(
-    heads: Float[Tensor, "*rows n D"],
-    weight: Float[Tensor, "D"] | None,
-    eps: float,
-    cos: Float[Tensor, "*rows D"],
-    sin: Float[Tensor, "*rows D"],
-) -> Float[Tensor, "*rows n D"]:
-    """RMS norm (if there is a weight) and rotary embedding in fp32, rounded once."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    if weight is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (wide * cos[..., None, :] + turned * sin[..., None, :]).to(heads.dtype)
 
 
 def block_attention_reference(
@@ -166,38 +150,12 @@ def block_attention_reference(
 
 
 @jit
-def _load_halves(pointer, inside, mask, D: tl.constexpr):
-    """Both halves of head rows; the rotary embedding pairs them, so they stay apart."""
-    mask = mask & inside
-    return tl.load(pointer, mask=mask, other=0.0), tl.load(pointer + D // 2, mask=mask, other=0.0)
-
-
-@jit
 def _load_tile(keys, values, position, end, stride, half, column, D: tl.constexpr):
     """Keys and values at positions before `end`; zero behind it, where a cache may hold NaN."""
     there = (position < end)[:, None]
     at = (position * stride)[:, None]
-    k1, k2 = _load_halves(keys + at + half, half < D // 2, there, D)
+    k1, k2 = load_halves(keys + at + half, half < D // 2, there, D)
     return k1, k2, tl.load(values + at + column, mask=there & (column < D), other=0.0)
-
-
-@jit
-def _rotate(
-    first, second, weight, cos, sin, position, stride, half, eps, D: tl.constexpr,
-    MODEL: tl.constexpr,
-):  # fmt: skip
-    """Halves of head rows [rows, BLOCK_HALF], normed if there is a weight, rotated, rounded."""
-    inside = half < D // 2
-    at = position[:, None] * stride + half
-    cos = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    if weight is not None:
-        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / D + eps)[:, None]
-        weight1, weight2 = _load_halves(weight + half, inside, True, D)
-        first *= scale * weight1.to(tl.float32)
-        second *= scale * weight2.to(tl.float32)
-    return (first * cos - second * sin).to(MODEL), (second * cos + first * sin).to(MODEL)
 
 
 @jit
@@ -235,49 +193,14 @@ def _finish(
 
 @jit
 def _block_attention_kernel(
-    qkv,
-    cache_k,
-    cache_v,
-    start,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    out,
-    lse,
-    mass,
-    partial,
-    stats,
-    counters,
-    eps,
-    scale,
-    S,
-    N,
-    qkv_b,
-    qkv_g,
-    cache_b,
-    cache_h,
-    cache_s,
-    table_n,
-    KV: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEADS: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WRITE: tl.constexpr,
-    SHARES: tl.constexpr,
-    MODEL: tl.constexpr,
-    DOT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    UNITS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    qkv, cache_k, cache_v, start, cos, sin, q_norm, k_norm, out, lse, mass, partial, stats,
+    counters, eps, scale, S, N, qkv_b, qkv_g, cache_b, cache_h, cache_s, table_n, KV: tl.constexpr,
+    REPEAT: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WRITE: tl.constexpr, SHARES: tl.constexpr,
+    MODEL: tl.constexpr, DOT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, UNITS: tl.constexpr, UNROLL: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Program (b, kv, group; split): the rows of HEADS query heads of a kv head against the split's
     share."""
     head, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -322,15 +245,15 @@ def _block_attention_kernel(
         tl.extra.cuda.gdc_wait()
     p_qkv = qkv + b.to(tl.int64) * qkv_b
     p_query = p_qkv + (g * qkv_g + query_head * D)[:, None] + half
-    query1, query2 = _load_halves(p_query, half < D // 2, row_mask[:, None], D)
+    query1, query2 = load_halves(p_query, half < D // 2, row_mask[:, None], D)
     p_block = p_qkv + (o_block * qkv_g)[:, None]
     p_key = p_block + (H + kv) * D + half
-    key1, key2 = _load_halves(p_key, half < D // 2, block_mask, D)
+    key1, key2 = load_halves(p_key, half < D // 2, block_mask, D)
     p_value = p_block + (H + KV + kv) * D + column
     value = tl.load(p_value, mask=block_mask & (column < D), other=0.0)
 
     o_query = tl.minimum(first_position + g, N - 1)
-    q1, q2 = _rotate(query1, query2, q_norm, cos, sin, o_query, table_n, half, eps, D, MODEL)
+    q1, q2 = rotate(query1, query2, q_norm, cos, sin, o_query, table_n, half, eps, D, MODEL)
     q1, q2 = q1.to(DOT), q2.to(DOT)
 
     # -1e30 is below every score and, unlike -inf, may be subtracted from itself.
@@ -342,7 +265,7 @@ def _block_attention_kernel(
     if own:
         o_own = first_position + o_block
         o_key = tl.minimum(o_own, N - 1)
-        own_k1, own_k2 = _rotate(key1, key2, k_norm, cos, sin, o_key, table_n, half, eps, D, MODEL)
+        own_k1, own_k2 = rotate(key1, key2, k_norm, cos, sin, o_key, table_n, half, eps, D, MODEL)
         if WRITE:
             own_at = (o_own * cache_s)[:, None]
             own_mask = block_mask & (o_own < tl.where(group == 0, S, 0))[:, None]
@@ -437,62 +360,6 @@ def _block_attention_kernel(
             )  # fmt: skip
 
 
-@jit
-def _store_context_kernel(
-    kv,
-    k_norm,
-    keys,
-    values,
-    start,
-    cos,
-    sin,
-    eps,
-    G,
-    S,
-    N,
-    kv_b,
-    kv_g,
-    norm_l,
-    cache_l,
-    cache_b,
-    cache_h,
-    cache_s,
-    table_n,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    MODEL: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    """Program (b, g; layer): the heads of one context row in one layer."""
-    b, g, layer = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
-    o_head = tl.arange(0, BLOCK_KV)
-    half = tl.arange(0, BLOCK_HALF)[None, :]
-    column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-    head = o_head[:, None]
-    position = tl.load(start + b).to(tl.int32) + g
-
-    p_row = kv + b.to(tl.int64) * kv_b + g.to(tl.int64) * kv_g + layer * 2 * KV * D
-    k1, k2 = _load_halves(p_row + head * D + half, half < D // 2, head < KV, D)
-    v_mask = (head < KV) & (column < D)
-    v = tl.load(p_row + KV * D + head * D + column, mask=v_mask, other=0.0)
-    o_key = o_head * 0 + tl.minimum(position, N - 1)
-    p_norm = k_norm + layer * norm_l
-    k1, k2 = _rotate(k1, k2, p_norm, cos, sin, o_key, table_n, half, eps, D, MODEL)
-
-    p_cache = layer.to(tl.int64) * cache_l + b.to(tl.int64) * cache_b
-    at = p_cache + head.to(tl.int64) * cache_h + position * cache_s
-    kept = head < tl.where(position < S, KV, 0)
-    tl.store(keys + at + half, k1, mask=kept & (half < D // 2))
-    tl.store(keys + at + D // 2 + half, k2, mask=kept & (half < D // 2))
-    tl.store(values + at + column, v, mask=kept & (column < D))
-
-
-def _check(found: object, expected: object, what: str) -> None:
-    if found != expected:
-        raise ValueError(f"{what}: found {found}, expected {expected}")
-
-
 def block_attention_triton(
     qkv: Float[Tensor, "B G W"],
     cache_k: Float[Tensor, "B KV S D"],
@@ -515,15 +382,15 @@ def block_attention_triton(
     B, G, W = qkv.shape
     _, KV, S, D = cache_k.shape
     repeat = num_heads // KV
-    _check(W, (repeat * KV + 2 * KV) * D, "width of qkv")
-    _check(num_heads % KV, 0, "query heads modulo kv heads")
-    _check((len(cache_k), len(start), cache_v.shape), (B, B, cache_k.shape), "cache and start")
-    _check(start.is_contiguous(), True, "start contiguous")
-    _check((cache_k.dtype, cache_v.dtype), (qkv.dtype, qkv.dtype), "dtype of the cache")
-    _check(
+    check(W, (repeat * KV + 2 * KV) * D, "width of qkv")
+    check(num_heads % KV, 0, "query heads modulo kv heads")
+    check((len(cache_k), len(start), cache_v.shape), (B, B, cache_k.shape), "cache and start")
+    check(start.is_contiguous(), True, "start contiguous")
+    check((cache_k.dtype, cache_v.dtype), (qkv.dtype, qkv.dtype), "dtype of the cache")
+    check(
         (cache_v.stride(), sin.stride()), (cache_k.stride(), cos.stride()), "cache_v, sin strides"
     )
-    _check((qkv.stride(-1), cache_k.stride(-1), cos.stride(-1)), (1, 1, 1), "last strides")
+    check((qkv.stride(-1), cache_k.stride(-1), cos.stride(-1)), (1, 1, 1), "last strides")
     if num_splits is None:
         num_splits = default_splits(B, KV, G, num_heads, S, qkv.device)
     if num_splits > 1 and workspace is None:
@@ -614,78 +481,3 @@ def block_attention(
         *(qkv, cache_k, cache_v, start, cos, sin, num_heads, q_norm, k_norm, eps, causal, window),
         *(write, num_splits, shares, workspace),
     )
-
-
-def store_context_reference(
-    kv: Float[Tensor, "B G W"],
-    k_norm: Float[Tensor, "L D"],
-    eps: float,
-    keys: Float[Tensor, "L B KV S D"],
-    values: Float[Tensor, "L B KV S D"],
-    start: Int[Tensor, " B"],
-    cos: Float[Tensor, "N D"],
-    sin: Float[Tensor, "N D"],
-) -> None:
-    """Plain torch form of `store_context`."""
-    layers, _, kv_heads, length, width = keys.shape
-    new_keys, new_values = kv.unflatten(-1, (layers, 2, kv_heads, width)).unbind(3)
-    position = start[:, None] + torch.arange(kv.shape[1], device=kv.device)
-    table = position.clamp(max=len(cos) - 1)[:, :, None]
-    new_keys = rotated(new_keys, k_norm[:, None], eps, cos[table], sin[table])
-    kept = position < length
-    sequence, place = kept.nonzero()[:, 0], position[kept]
-    keys[:, sequence, :, place] = new_keys[kept]
-    values[:, sequence, :, place] = new_values[kept]
-
-
-def store_context_triton(
-    kv: Float[Tensor, "B G W"],
-    k_norm: Float[Tensor, "L D"],
-    eps: float,
-    keys: Float[Tensor, "L B KV S D"],
-    values: Float[Tensor, "L B KV S D"],
-    start: Int[Tensor, " B"],
-    cos: Float[Tensor, "N D"],
-    sin: Float[Tensor, "N D"],
-) -> None:
-    """One launch, no synchronisation. Only the last dimension of each tensor must be contiguous."""
-    B, G, W = kv.shape
-    L, _, KV, S, D = keys.shape
-    _check(W, L * 2 * KV * D, "width of kv")
-    _check((keys.shape[1], len(start), k_norm.shape), (B, B, (L, D)), "keys, start and k_norm")
-    _check(start.is_contiguous(), True, "start contiguous")
-    _check((values.shape, keys.dtype), (keys.shape, kv.dtype), "values' shape, keys' dtype")
-    _check((values.stride(), sin.stride()), (keys.stride(), cos.stride()), "values, sin strides")
-    last = (kv.stride(-1), keys.stride(-1), cos.stride(-1), k_norm.stride(-1))
-    _check(last, (1, 1, 1, 1), "last strides")
-    block_heads, block_half = next_power_of_2(KV), max(16, next_power_of_2(D // 2))
-    _store_context_kernel[(B * G, L)](
-        *(kv, k_norm, keys, values, start, cos, sin, eps, G, S, len(cos)),
-        *(*kv.stride()[:2], k_norm.stride(0), *keys.stride()[:4], cos.stride(0)),
-        KV=KV,
-        D=D,
-        MODEL=getattr(tl, str(kv.dtype).removeprefix("torch.")),
-        BLOCK_KV=block_heads,
-        BLOCK_HALF=block_half,
-        num_warps=max(1, min(4, block_heads * block_half // 128)),
-    )
-
-
-def store_context(
-    kv: Float[Tensor, "B G W"],
-    k_norm: Float[Tensor, "L D"],
-    eps: float,
-    keys: Float[Tensor, "L B KV S D"],
-    values: Float[Tensor, "L B KV S D"],
-    start: Int[Tensor, " B"],
-    cos: Float[Tensor, "N D"],
-    sin: Float[Tensor, "N D"],
-) -> None:
-    """Puts G new context rows into the caches of all L drafter layers at start[b] and behind.
-
-    `kv` holds the raw projections, W = L 2 KV D: for each layer its key heads, then its value
-    heads. Keys are normed and rotated, and rounded, as those of a block are. Rows that would pass
-    the end of the cache are dropped. Shapes that do not fit are a ValueError on the GPU.
-    """
-    form = store_context_triton if on_gpu(kv) else store_context_reference
-    form(kv, k_norm, eps, keys, values, start, cos, sin)

@@ -11,7 +11,7 @@ launch. So a layer is four products and nothing else:
 A `Stream` carries the residual x, n * x with the next norm's weight n, and partial sums of squares:
 norm(x) W^T = s ((n * x) W^T) with s = 1 / sqrt(mean(x^2) + eps). Weights keep their own bits.
 DFlash 2 puts a grouped convolution before and after each sublayer: the first is applied where its
-kernels are predicted (`conv_project`), the second in the product that it follows.
+kernels are predicted (see `conv_project`), the second in the product that it follows.
 
 Between two products the memory lies idle: the last programs finish, a launch passes, the first
 bytes are on their way. So on a GPU that can, a kernel is launched while the last programs of the
@@ -126,24 +126,11 @@ def linear_add_reference(
     return start_stream_reference(y if out is None else out.copy_(y), norm)
 
 
-def conv_project_reference(
-    x: Rows,
-    projection: Float[Tensor, "outputs H"],
-    base: Float[Tensor, "2 taps H"],
-    rows: int,
-) -> tuple[Float[Tensor, "R H"], Conv]:
-    """x after the convolution before a sublayer, and the one after it; both predicted from x."""
-    value = finish_norm_reference(x)
-    groups = projection.shape[0] // (2 * base.shape[1])
-    dynamic = F.linear(value, projection).unflatten(-1, (2, base.shape[1], groups))
-    return Conv(dynamic[:, 0], base[0], rows)(value), Conv(dynamic[:, 1], base[1], rows)
-
-
 # --- Triton ----------------------------------------------------------------------------------
 
 
 @jit
-def _product(x, w, total, EXACT: tl.constexpr, WIDE: tl.constexpr):
+def product(x, w, total, EXACT: tl.constexpr, WIDE: tl.constexpr):
     """total + x w^T. EXACT keeps fp32 operands whole; WIDE widens bf16 for the interpreter, which
     would multiply the bits."""
     if WIDE:
@@ -195,10 +182,10 @@ def _linear_kernel(
         b_inner = (inner < last) | EVEN
         x = tl.load(p_x + inner, mask=b_row[:, None] & b_inner, other=0.0)
         w = tl.load(p_weight + inner, mask=b_inner, other=0.0)
-        total = _product(x, tl.trans(w), total, EXACT, WIDE)
+        total = product(x, tl.trans(w), total, EXACT, WIDE)
         if GATED:
             up = tl.load(p_up + inner, mask=b_inner, other=0.0)
-            total_up = _product(x, tl.trans(up), total_up, EXACT, WIDE)
+            total_up = product(x, tl.trans(up), total_up, EXACT, WIDE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -250,67 +237,6 @@ def _linear_kernel(
         tl.store(p_out, total, mask=b_out)
 
 
-@jit
-def _conv_project_kernel(
-    x_ptr, weight_ptr, squares_ptr, base_ptr, out_ptr, dynamic_ptr,
-    R, H, tiles, stride_x, eps, GROUPS: tl.constexpr, TAPS: tl.constexpr, TILES: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """One program: the kernels of BLOCK_G channel groups of one side, all taps; on the side before
-    the sublayer it applies them at once."""
-    i_group, i_side = tl.program_id(0), tl.program_id(1)
-    rows, groups = tl.arange(0, BLOCK_R), i_group * BLOCK_G + tl.arange(0, BLOCK_G)
-    b_row, b_group = rows < R, groups < GROUPS
-    # Columns of the product: the taps of a group side by side (padded to a power of two).
-    pairs = tl.arange(0, BLOCK_G * BLOCK_T)
-    outputs = tl.minimum(i_group * BLOCK_G + pairs // BLOCK_T, GROUPS - 1)
-    outputs += (i_side * TAPS + tl.minimum(pairs % BLOCK_T, TAPS - 1)) * GROUPS
-    p_weight = weight_ptr + outputs[:, None] * H
-    if PDL:
-        prefetch_rows(p_weight, H, LINES)
-        tl.extra.cuda.gdc_wait()
-    scale = tl.full((BLOCK_R,), 1.0, tl.float32)
-    if TILES > 0:
-        scale = row_scale(squares_ptr, tiles, R, H, eps, TILES, BLOCK_R)
-    # Each warp sums a slice of H of its own: one chain of products over all of it would take
-    # longer than reading it. The axes are (slice, row, channel).
-    sums = tl.zeros((SLICES, BLOCK_R, BLOCK_G * BLOCK_T), tl.float32)
-    o_slice = (tl.arange(0, SLICES) * BLOCK_K)[:, None, None] + tl.arange(0, BLOCK_K)[None, None, :]
-    for start in range(0, H, BLOCK_K * SLICES):
-        inner = start + o_slice
-        b_x = b_row[None, :, None] & (inner < H)
-        x = tl.load(x_ptr + rows[None, :, None] * stride_x + inner, mask=b_x, other=0.0)
-        w = tl.load(p_weight[None, :, :] + inner, mask=inner < H, other=0.0)
-        sums = _product(x, tl.permute(w, (0, 2, 1)), sums, EXACT, WIDE)
-    total = tl.sum(sums, 0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    dtype = out_ptr.dtype.element_ty
-    taps = tl.arange(0, BLOCK_T)[None, None, :]
-    kernels = tl.reshape(total * scale[:, None], (BLOCK_R, BLOCK_G, BLOCK_T))
-    channels = groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    out = tl.zeros((BLOCK_R, BLOCK_G, WIDTH), tl.float32)
-    for tap in tl.static_range(TAPS):
-        kernel = tl.sum(tl.where(taps == tap, kernels, 0.0), 2).to(dtype)
-        if i_side == 1:
-            p_dynamic = dynamic_ptr + rows[:, None] * (TAPS * GROUPS) + tap * GROUPS
-            tl.store(p_dynamic + groups[None, :], kernel, mask=b_row[:, None] & b_group[None, :])
-        else:
-            before = tl.maximum(rows - tap, 0)
-            b_moved = (b_row & ((rows % ROWS) >= tap))[:, None, None] & b_group[None, :, None]
-            p_moved = x_ptr + before[:, None, None] * stride_x + channels[None, :, :]
-            moved = tl.load(p_moved, mask=b_moved, other=0.0).to(tl.float32)
-            if TILES > 0:
-                moved *= tl.gather(scale, before, 0)[:, None, None]
-            base = tl.load(base_ptr + tap * H + channels, mask=b_group[:, None], other=0.0)
-            out += (base.to(tl.float32)[None, :, :] + kernel.to(tl.float32)[:, :, None]) * moved
-    if i_side == 0:
-        p_out = out_ptr + rows[:, None, None] * H + channels[None, :, :]
-        tl.store(p_out, out, mask=b_row[:, None, None] & b_group[None, :, None])
-
-
 # --- launchers -------------------------------------------------------------------------------
 
 
@@ -328,7 +254,7 @@ def choose_tiling(N: int, K: int, gated: bool, splittable: bool) -> Tiling:
     return Tiling(128, 128, 1, 8, 3, 0) if N >= 32768 else Tiling(32, 128, 1, 2, 6, 4)
 
 
-def _launch_options(tiling: Tiling, pdl: bool) -> dict[str, object]:
+def launch_options(tiling: Tiling, pdl: bool) -> dict[str, object]:
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     return options | ({"launch_pdl": True} if pdl else {})
 
@@ -406,38 +332,8 @@ def _launch(
         SPLITS=tiling.splits, EVEN=K % (tiling.block_k * tiling.splits) == 0,
         EXACT=out.dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
         LINES=tiling.lines,
-        **tile_options(x), **_launch_options(tiling, pdl),
+        **tile_options(x), **launch_options(tiling, pdl),
     )  # fmt: skip
-
-
-def conv_project_triton(
-    x: Rows,
-    projection: Float[Tensor, "outputs H"],
-    base: Float[Tensor, "2 taps H"],
-    rows: int,
-    tiling: Tiling | None = None,
-    pdl: bool = False,
-) -> tuple[Float[Tensor, "R H"], Conv]:
-    """See `conv_project`; `tiling` counts channel groups (block_n), channels a warp (block_k)."""
-    R, H = x.value.shape
-    taps = base.shape[1]
-    groups = projection.shape[0] // (2 * taps)
-    # Four stages of fp32 would not fit into shared memory.
-    tiling = tiling or Tiling(4, 128, 1, 4, 4 if x.value.element_size() == 2 else 2, 2)
-    dtype, device = x.value.dtype, x.value.device
-    out = torch.empty(R, H, dtype=dtype, device=device)
-    dynamic = torch.empty(R, taps, groups, dtype=dtype, device=device)
-    _conv_project_kernel[(-(-groups // tiling.block_n), 2)](
-        x.value, projection, x.squares, base, out, dynamic, R, H,
-        0 if x.squares is None else x.squares.shape[0], x.value.stride(0), x.eps,
-        GROUPS=groups, TAPS=taps, WIDTH=H // groups, ROWS=rows,
-        BLOCK_R=max(16, next_power_of_2(R)), BLOCK_G=tiling.block_n,
-        BLOCK_T=next_power_of_2(taps), BLOCK_K=tiling.block_k,
-        EXACT=dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
-        SLICES=tiling.num_warps, LINES=tiling.lines,
-        **tile_options(x), **_launch_options(tiling, pdl),
-    )  # fmt: skip
-    return out, Conv(dynamic, base[1], rows)
 
 
 # --- what the library calls ------------------------------------------------------------------
@@ -475,19 +371,3 @@ def linear_add(
         return linear_add_triton(x, weight, residual, norm, bias, conv, out, workspace, pdl=early)
     y = F.linear(x, weight, bias)
     return start_stream_triton(residual, norm, y if conv is None else conv(y), out)
-
-
-def conv_project(
-    x: Rows,
-    projection: Float[Tensor, "outputs H"],
-    base: Float[Tensor, "2 taps H"],
-    rows: int,
-) -> tuple[Float[Tensor, "R H"], Conv]:
-    """Convolutions around a sublayer, both predicted from its normed input x.
-
-    `projection` is laid out (side, tap, group), side 0 before the sublayer, and `base` likewise;
-    `rows` are the rows of a block. Returns x convolved, and the convolution of the output.
-    """
-    if on_gpu(projection) and x.value.shape[0] <= MAX_ROWS:
-        return conv_project_triton(x, projection, base, rows, pdl=launches_early(projection))
-    return conv_project_reference(x, projection, base, rows)

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .row_law import Law, check_rows, draw_from, law_probs, pick, probability, probs_of
+from .draw import draw_from, pick, probs_of
+from .row_law import Law, check_rows, law_probs, probability
 from .tools import (
     check_shape,
     jit,
@@ -159,25 +160,10 @@ def _dense_q(
 
 @jit
 def _final_weights(
-    logits_ptr,
-    chunk,
-    V,
-    inverse_temperature,
-    log_total,
-    threshold,
-    threshold_id,
-    refused,
-    token,
-    q_ids_ptr,
-    q_probs_ptr,
-    q_logits_ptr,
-    q_log_total,
-    q_threshold,
-    q_threshold_id,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    logits_ptr, chunk, V, inverse_temperature, log_total, threshold, threshold_id, refused, token,
+    q_ids_ptr, q_probs_ptr, q_logits_ptr, q_log_total, q_threshold, q_threshold_id, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Token ids of a chunk, their p, and after a refusal (p - q)+, else p."""
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
@@ -203,30 +189,11 @@ def _final_weights(
 
 @jit
 def _count_accepted(
-    logits_ptr,
-    argmax_ptr,
-    log_total_ptr,
-    threshold_ptr,
-    threshold_id_ptr,
-    draft_ptr,
-    q_ids_ptr,
-    q_probs_ptr,
-    q_logits_ptr,
-    q_log_total_ptr,
-    q_threshold_ptr,
-    q_threshold_id_ptr,
-    key,
-    counter,
-    offered,
-    inverse_temperature,
-    greedy,
-    logits_slot,
-    q_slot,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    logits_ptr, argmax_ptr, log_total_ptr, threshold_ptr, threshold_id_ptr, draft_ptr, q_ids_ptr,
+    q_probs_ptr, q_logits_ptr, q_log_total_ptr, q_threshold_ptr, q_threshold_id_ptr, key, counter,
+    offered, inverse_temperature, greedy, logits_slot, q_slot, P: tl.constexpr, K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Accepted slots before the first refusal; the pointers are those of one request."""
     slots = tl.arange(0, BLOCK_P)
     live = slots < P
@@ -260,44 +227,14 @@ def _count_accepted(
 
 @jit
 def _verify_kernel(
-    logits_ptr,
-    argmax_ptr,
-    log_total_ptr,
-    threshold_ptr,
-    threshold_id_ptr,
-    draft_ptr,
-    q_ids_ptr,
-    q_probs_ptr,
-    q_logits_ptr,
-    q_log_total_ptr,
-    q_threshold_ptr,
-    q_threshold_id_ptr,
-    temperature_ptr,
-    accept_keys_ptr,
-    accept_counters_ptr,
-    final_keys_ptr,
-    final_counters_ptr,
-    offered_ptr,
-    forced_ptr,
-    masses_ptr,
-    arrivals_ptr,
-    accepted_ptr,
-    next_ptr,
-    logits_row,
-    logits_slot,
-    draft_row,
-    q_row,
-    q_slot,
-    V,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    logits_ptr, argmax_ptr, log_total_ptr, threshold_ptr, threshold_id_ptr, draft_ptr, q_ids_ptr,
+    q_probs_ptr, q_logits_ptr, q_log_total_ptr, q_threshold_ptr, q_threshold_id_ptr,
+    temperature_ptr, accept_keys_ptr, accept_counters_ptr, final_keys_ptr, final_counters_ptr,
+    offered_ptr, forced_ptr, masses_ptr, arrivals_ptr, accepted_ptr, next_ptr, logits_row,
+    logits_slot, draft_row, q_row, q_slot, V, C: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     row = (tl.program_id(0) // C).to(tl.int64)
     chunk = tl.program_id(0) % C
     temperature = tl.load(temperature_ptr + row)
@@ -378,25 +315,9 @@ def _verify_kernel(
             threshold = tl.load(threshold_ptr + row * S + n)
             threshold_id = tl.load(threshold_id_ptr + row * S + n)
             ids, p, rest = _final_weights(
-                final,
-                chunk,
-                V,
-                inverse,
-                log_total,
-                threshold,
-                threshold_id,
-                refused,
-                token,
-                q_ids,
-                q_probs,
-                q_logits,
-                q_log_total,
-                q_threshold,
-                q_threshold_id,
-                K,
-                BLOCK,
-                BLOCK_K,
-            )
+                final, chunk, V, inverse, log_total, threshold, threshold_id, refused, token, q_ids,
+                q_probs, q_logits, q_log_total, q_threshold, q_threshold_id, K, BLOCK, BLOCK_K,
+            )  # fmt: skip
             masses = masses_ptr + row * 2 * C
             tl.store(masses + chunk, tl.sum(rest.to(tl.float64), axis=0))
             tl.store(masses + C + chunk, tl.sum(p.to(tl.float64), axis=0))
@@ -412,25 +333,10 @@ def _verify_kernel(
                 level = uniform * whole
                 picked, before = pick(by_chunk, c, level, BLOCK_C)
                 ids, p, rest = _final_weights(
-                    final,
-                    picked,
-                    V,
-                    inverse,
-                    log_total,
-                    threshold,
-                    threshold_id,
-                    refused,
-                    token,
-                    q_ids,
-                    q_probs,
-                    q_logits,
-                    q_log_total,
-                    q_threshold,
-                    q_threshold_id,
-                    K,
-                    BLOCK,
+                    final, picked, V, inverse, log_total, threshold, threshold_id, refused, token,
+                    q_ids, q_probs, q_logits, q_log_total, q_threshold, q_threshold_id, K, BLOCK,
                     BLOCK_K,
-                )
+                )  # fmt: skip
                 weights = tl.where(left, rest, p).to(tl.float64)
                 following, _ = pick(weights, ids, level - before, 2**30)
                 # A row without mass is not finite; its argmax is a token at least.

@@ -15,6 +15,8 @@ from dflash2_lab.kernels.block_attention import (
     block_attention_triton,
     default_splits,
     make_workspace,
+)
+from dflash2_lab.kernels.context_store import (
     store_context,
     store_context_reference,
     store_context_triton,

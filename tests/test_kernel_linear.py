@@ -5,13 +5,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from dflash2_lab.kernels.conv_project import (
+    conv_project,
+    conv_project_reference,
+    conv_project_triton,
+)
 from dflash2_lab.kernels.grouped_conv import grouped_conv
 from dflash2_lab.kernels.linear import (
     Conv,
     Tiling,
-    conv_project,
-    conv_project_reference,
-    conv_project_triton,
     linear,
     linear_add,
     linear_add_reference,

@@ -5,14 +5,8 @@ import pytest
 import torch
 from test_kernel_candidate_selector import keys_for
 
-from dflash2_lab.kernels.row_law import (
-    Law,
-    draw_reference,
-    draw_triton,
-    law_probs,
-    row_law_reference,
-    row_law_triton,
-)
+from dflash2_lab.kernels.draw import draw_reference, draw_triton
+from dflash2_lab.kernels.row_law import Law, law_probs, row_law_reference, row_law_triton
 from dflash2_lab.sampling import filter_logits
 
 LAWS = pytest.mark.parametrize("form", [row_law_reference, row_law_triton])

@@ -10,7 +10,8 @@ from test_kernel_row_law import call, spread, to
 
 from dflash2_lab.kernels import candidate_selector, verify
 from dflash2_lab.kernels.candidate_selector import select_reference
-from dflash2_lab.kernels.row_law import draw_reference, law_probs, row_law_reference
+from dflash2_lab.kernels.draw import draw_reference
+from dflash2_lab.kernels.row_law import law_probs, row_law_reference
 from dflash2_lab.kernels.tools import uniforms
 from dflash2_lab.kernels.verify import CandidateLaw, FullLaw, verify_reference, verify_triton
 from dflash2_lab.sampling import row_key

@@ -15,8 +15,9 @@ from dflash2_lab.kernels.block_attention import block_attention, default_splits
 from dflash2_lab.kernels.block_attention import make_workspace as attention_workspace
 from dflash2_lab.kernels.candidate_selector import select
 from dflash2_lab.kernels.candidate_topk import candidate_topk
+from dflash2_lab.kernels.conv_project import conv_project
 from dflash2_lab.kernels.grouped_conv import grouped_conv
-from dflash2_lab.kernels.linear import conv_project, linear, linear_add, make_workspace
+from dflash2_lab.kernels.linear import linear, linear_add, make_workspace
 from dflash2_lab.kernels.row_law import row_law
 from dflash2_lab.kernels.stream import Norm, Rows
 from dflash2_lab.kernels.token_rank import token_rank

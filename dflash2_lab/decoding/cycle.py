@@ -26,12 +26,13 @@ from dflash2_lab.decoding.lean import (
     make_scratch,
     run_layers,
 )
-from dflash2_lab.kernels.block_attention import store_context
 from dflash2_lab.kernels.candidate_selector import select
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 from dflash2_lab.kernels.commit import Progress, commit, make_progress
+from dflash2_lab.kernels.context_store import store_context
+from dflash2_lab.kernels.draw import draw
 from dflash2_lab.kernels.linear import linear
-from dflash2_lab.kernels.row_law import Law, draw, row_law
+from dflash2_lab.kernels.row_law import Law, row_law
 from dflash2_lab.kernels.stream import Norm, Rows, embed_block, start_stream
 from dflash2_lab.kernels.verify import CandidateLaw, FullLaw, verify
 from dflash2_lab.models.drafter import DFlash2Drafter, Drafter, DSparkDrafter

@@ -20,7 +20,8 @@ from dflash2_lab.decoding.cycle import NUM_STOPS, Cycle, Side
 from dflash2_lab.decoding.requests import Decoded, Request, check_request, verify_window
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.commit import BROKEN, FULL, RUNNING, STOPPED
-from dflash2_lab.kernels.row_law import draw, row_law
+from dflash2_lab.kernels.draw import draw
+from dflash2_lab.kernels.row_law import row_law
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.target import Target, layer_outputs
 
