@@ -16,7 +16,7 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.intervals import Estimate
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import Prompt, load_prompts
-from dflash2_lab.report import text_table
+from dflash2_lab.report import estimate_json, number, text_table
 from dflash2_lab.target import Target
 from dflash2_lab.tracing import Turn
 
@@ -164,12 +164,14 @@ def summary(result: DecodeResult, drafter: str) -> dict[str, Any]:
     }
     if acceptance is not None:
         values |= {
-            "acceptance_length": {name: _json(getattr(acceptance, name)) for name in lengths},
+            "acceptance_length": {
+                name: estimate_json(getattr(acceptance, name)) for name in lengths
+            },
             "accepted_drafts_per_step": float(result.steps["num_accepted"].mean()),
-            "tokens_per_step": _number(acceptance.pooled.value),
-            "survival": [_number(slot.value) for slot in acceptance.survival],
+            "tokens_per_step": number(acceptance.pooled.value),
+            "survival": [number(slot.value) for slot in acceptance.survival],
             "conditional_acceptance": [
-                _number(slot.value) for slot in acceptance.conditional_acceptance
+                number(slot.value) for slot in acceptance.conditional_acceptance
             ],
             "num_requests": acceptance.num_requests,
             "num_requests_dropped": acceptance.num_requests_dropped,
@@ -182,15 +184,6 @@ def summary(result: DecodeResult, drafter: str) -> dict[str, Any]:
         "clock": CLOCK,
         "responses": responses.to_dict("records"),
     }
-
-
-def _json(estimate: Estimate) -> dict[str, Any]:
-    interval = [_number(estimate.low), _number(estimate.high)]
-    return {"value": _number(estimate.value), "interval": interval, "num": estimate.num}
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def summary_text(result: DecodeResult, drafter: str) -> str:

@@ -27,10 +27,10 @@ from dflash2_lab.kernels.token_rank import token_rank
 from dflash2_lab.models.attention import merged_attention, uniform_share
 from dflash2_lab.models.config import check_against_target
 from dflash2_lab.models.drafter import ContextKeys, Drafter
-from dflash2_lab.models.io import drafter_identity
+from dflash2_lab.models.io import drafter_info
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, check_policies, propose
-from dflash2_lab.provenance import environment, token_hash, weights_hash
+from dflash2_lab.provenance import environment, token_hash
 from dflash2_lab.recording_tables import anchor_table, slot_tables
 from dflash2_lab.sampling import Sampling, row_key, uniforms
 from dflash2_lab.schema import empty_frame
@@ -138,7 +138,6 @@ def run_info(
     target: Target, drafter: Drafter, traces: Run, options: RecordOptions
 ) -> dict[str, object]:
     """What run.json says: everything that the numbers depend on."""
-    settings = drafter.settings
     frame = traces.traces
     foreign = _other_weights(traces.info.get("target"), target.identity)
     if foreign:
@@ -148,17 +147,7 @@ def run_info(
     return {
         "kind": "record",
         "target": target.identity,
-        "drafter": (drafter_identity(drafter.name_or_path) if drafter.name_or_path else {})
-        | {
-            "name": drafter.name,
-            "weights_hash": weights_hash(drafter),
-            "kind": settings.kind,
-            "num_draft": settings.num_draft,
-            "block_size": settings.block_size,
-            "num_layers": settings.num_hidden_layers,
-            "selector_top_k": settings.selector_top_k,
-            "dtype": str(drafter.dtype).removeprefix("torch."),
-        },
+        "drafter": drafter_info(drafter),
         "sampling": traces.info["sampling"],
         "prompt_set_hash": traces.info.get("prompt_set_hash"),
         "token_hash": token_hash(frame),

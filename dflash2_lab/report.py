@@ -119,15 +119,17 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], keys: int =
     return "\n\n".join(texts)
 
 
-def _number(value: float) -> float | None:
+def number(value: float) -> float | None:
+    """A value for JSON, which has no NaN."""
     return float(value) if math.isfinite(value) else None
 
 
 def _value(value: float, low: float, high: float) -> dict[str, Any]:
-    return {"value": _number(value), "interval": [_number(low), _number(high)]}
+    return {"value": number(value), "interval": [number(low), number(high)]}
 
 
-def _estimate(estimate: Estimate) -> dict[str, Any]:
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """A value with its interval and what it rests on."""
     return {**_value(estimate.value, estimate.low, estimate.high), "num": float(estimate.num)}
 
 
@@ -139,14 +141,14 @@ def _policy(result: ReplayResult) -> dict[str, Any]:
         "policy": result.policy,
         "num_draft": result.num_draft,
         "acceptance": result.acceptance,
-        "acceptance_length": {name: _estimate(getattr(result, name)) for name in lengths},
-        "accepted_drafts_per_step": _number(accepted / result.pooled.num),
-        "tokens_per_step": _number(result.pooled.value),
+        "acceptance_length": {name: estimate_json(getattr(result, name)) for name in lengths},
+        "accepted_drafts_per_step": number(accepted / result.pooled.num),
+        "tokens_per_step": number(result.pooled.value),
         "num_requests": result.num_requests,
         "num_requests_dropped": result.num_requests_dropped,
         "by_dataset": _by_dataset(result),
-        "survival": [_number(slot.value) for slot in result.survival],
-        "conditional_acceptance": [_number(slot.value) for slot in result.conditional_acceptance],
+        "survival": [number(slot.value) for slot in result.survival],
+        "conditional_acceptance": [number(slot.value) for slot in result.conditional_acceptance],
     }
 
 
@@ -167,7 +169,7 @@ def _recall(run: Run, policy: str) -> dict[str, list[float | None]]:
     for k in RECALL_KS:
         for metric in ("position_recall", "conditional_recall"):
             rows = table[(table["metric"] == metric) & (table["k"] == k)]
-            series[f"{metric}@{k}"] = [_number(v) for v in rows.sort_values("slot")["value"]]
+            series[f"{metric}@{k}"] = [number(v) for v in rows.sort_values("slot")["value"]]
     return series
 
 
@@ -176,7 +178,7 @@ def _attention(run: Run, column: str) -> list[float | None]:
         return []
     table = stats.attention_by_layer(run)
     rows = table[(table["slot"] == 0) & (table["group"] == "within_block")]
-    return [_number(value) for value in rows.sort_values("layer")[column]]
+    return [number(value) for value in rows.sort_values("layer")[column]]
 
 
 def _headroom(
@@ -193,7 +195,7 @@ def _headroom(
     if not ceiling > floor:
         return {}
     return {
-        name: _number((result.pooled.value - floor) / (ceiling - floor))
+        name: number((result.pooled.value - floor) / (ceiling - floor))
         for name, result in results.items()
     }
 

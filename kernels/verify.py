@@ -246,63 +246,59 @@ def _verify_kernel(
         q_ids = q_ids_ptr
         q_probs = q_probs_ptr
         q_logits = q_logits_ptr
-        n = 0
-        token = 0
-        refused = False
         q_log_total = 0.0
         q_threshold = 0.0
         q_threshold_id = 0
-        if P > 0:
-            if K > 0:
-                q_ids += row * P * K
-                q_probs += row * P * K
-            if q_logits_ptr is not None:
-                q_logits += row * q_row
-                q_log_total_ptr += row * P
-                q_threshold_ptr += row * P
-                q_threshold_id_ptr += row * P
-            offered = tl.load(offered_ptr + row).to(tl.int32)
-            # Every program finds the number of accepted slots for itself.
-            n = _count_accepted(
-                logits_ptr + row * logits_row,
-                argmax_ptr + row * S,
-                log_total_ptr + row * S,
-                threshold_ptr + row * S,
-                threshold_id_ptr + row * S,
-                draft_ptr + row * draft_row,
-                q_ids,
-                q_probs,
-                q_logits,
-                q_log_total_ptr,
-                q_threshold_ptr,
-                q_threshold_id_ptr,
-                tl.load(accept_keys_ptr + row),
-                tl.load(accept_counters_ptr + row),
-                offered,
-                inverse,
-                greedy,
-                logits_slot,
-                q_slot,
-                P,
-                K,
-                BLOCK_P,
-                BLOCK_K,
-            )
-            if forced_ptr is not None:
-                forced = tl.load(forced_ptr + row).to(tl.int32)
-                n = tl.where(forced >= 0, tl.minimum(forced, offered), n)
-            refused = n < offered
-            # The refused slot's q; after a bonus it is loaded but not used.
-            slot = tl.minimum(n, P - 1)
-            token = tl.load(draft_ptr + row * draft_row + slot).to(tl.int32)
-            if K > 0:
-                q_ids += slot * K
-                q_probs += slot * K
-            if q_logits_ptr is not None:
-                q_logits += slot * q_slot
-                q_log_total = tl.load(q_log_total_ptr + slot)
-                q_threshold = tl.load(q_threshold_ptr + slot)
-                q_threshold_id = tl.load(q_threshold_id_ptr + slot)
+        if K > 0:
+            q_ids += row * P * K
+            q_probs += row * P * K
+        if q_logits_ptr is not None:
+            q_logits += row * q_row
+            q_log_total_ptr += row * P
+            q_threshold_ptr += row * P
+            q_threshold_id_ptr += row * P
+        offered = tl.load(offered_ptr + row).to(tl.int32)
+        # Every program finds the number of accepted slots for itself.
+        n = _count_accepted(
+            logits_ptr + row * logits_row,
+            argmax_ptr + row * S,
+            log_total_ptr + row * S,
+            threshold_ptr + row * S,
+            threshold_id_ptr + row * S,
+            draft_ptr + row * draft_row,
+            q_ids,
+            q_probs,
+            q_logits,
+            q_log_total_ptr,
+            q_threshold_ptr,
+            q_threshold_id_ptr,
+            tl.load(accept_keys_ptr + row),
+            tl.load(accept_counters_ptr + row),
+            offered,
+            inverse,
+            greedy,
+            logits_slot,
+            q_slot,
+            P,
+            K,
+            BLOCK_P,
+            BLOCK_K,
+        )
+        if forced_ptr is not None:
+            forced = tl.load(forced_ptr + row).to(tl.int32)
+            n = tl.where(forced >= 0, tl.minimum(forced, offered), n)
+        refused = n < offered
+        # The refused slot's q; after a bonus it is loaded but not used.
+        slot = tl.minimum(n, P - 1)
+        token = tl.load(draft_ptr + row * draft_row + slot).to(tl.int32)
+        if K > 0:
+            q_ids += slot * K
+            q_probs += slot * K
+        if q_logits_ptr is not None:
+            q_logits += slot * q_slot
+            q_log_total = tl.load(q_log_total_ptr + slot)
+            q_threshold = tl.load(q_threshold_ptr + slot)
+            q_threshold_id = tl.load(q_threshold_id_ptr + slot)
 
         if chunk == 0:
             tl.store(accepted_ptr + row, n)
@@ -380,7 +376,7 @@ def verify_triton(
     )
     check_shape("law.argmax", law.argmax, num_rows * num_slots)
     check_shape("draft", draft, num_rows, num_draft)
-    if num_slots <= num_draft:
+    if not 0 < num_draft < num_slots:
         raise ValueError(f"logits: found {num_slots} rows a request for {num_draft} slots")
     if isinstance(q, CandidateLaw):
         check_shape("q.ids", q.ids, num_rows, num_draft, q.ids.shape[-1], contiguous=True)

@@ -9,12 +9,11 @@ from drafters import tiny_drafter
 from helpers import tiny_model
 from transformers import DynamicCache
 
+from dflash2_lab.kernels.attention_plan import default_splits, make_workspace
 from dflash2_lab.kernels.block_attention import (
     block_attention,
     block_attention_reference,
     block_attention_triton,
-    default_splits,
-    make_workspace,
 )
 from dflash2_lab.kernels.context_store import (
     store_context,

@@ -36,9 +36,8 @@ from dflash2_lab.decoding.lean import refusal
 from dflash2_lab.decoding.requests import Request
 from dflash2_lab.errors import LabError
 from dflash2_lab.models.drafter import Drafter
-from dflash2_lab.models.io import drafter_identity
+from dflash2_lab.models.io import drafter_info
 from dflash2_lab.prompts import Prompt, prompt_set_hash
-from dflash2_lab.provenance import weights_hash
 from dflash2_lab.recording import record
 from dflash2_lab.replaying import replay
 from dflash2_lab.sampling import Sampling
@@ -96,9 +95,11 @@ def verify_replay(
     limits = {"max_new_tokens": max_new_tokens, "max_total": max_total}
     options = limits | {"seed": seed, "batch_size": batch_size, "policy": policy}
     options |= {"num_draft": window, "samples": 1 if sampling.greedy else samples}
-    identity = {} if not drafter.name_or_path else drafter_identity(drafter.name_or_path)
-    identity |= {"name": drafter.name, "weights_hash": weights_hash(drafter)}
-    info = run_info(target, sampling) | {"kind": "verify-replay", "drafter": identity} | options
+    info = (
+        run_info(target, sampling)
+        | {"kind": "verify-replay", "drafter": drafter_info(drafter)}
+        | options
+    )
     info |= {"prompt_set_hash": prompt_set_hash(target, prompts), "num_prompts": len(prompts)}
     with _folder(out) as folder:
         open_folder(folder, info)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2_lab.kernels.block_attention import block_attention, default_splits
-from dflash2_lab.kernels.block_attention import make_workspace as attention_workspace
+from dflash2_lab.kernels.attention_plan import default_splits
+from dflash2_lab.kernels.attention_plan import make_workspace as attention_workspace
+from dflash2_lab.kernels.block_attention import block_attention
 from dflash2_lab.kernels.candidate_selector import select
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 from dflash2_lab.kernels.conv_project import conv_project

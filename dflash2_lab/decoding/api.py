@@ -27,9 +27,8 @@ from dflash2_lab.decoding.requests import (
 from dflash2_lab.errors import LabError
 from dflash2_lab.intervals import Estimate
 from dflash2_lab.models.drafter import Drafter
-from dflash2_lab.models.io import drafter_identity
+from dflash2_lab.models.io import drafter_info
 from dflash2_lab.prompts import Prompt, prompt_set_hash, render
-from dflash2_lab.provenance import weights_hash
 from dflash2_lab.replaying import Walk, acceptance_lengths, path_estimates, request_sums
 from dflash2_lab.sampling import Sampling
 from dflash2_lab.schema import empty_frame
@@ -293,19 +292,9 @@ def _decode_info(
     target: Target, drafter: Drafter | None, prompts: Sequence[Prompt], sampling: Sampling
 ) -> dict[str, Any]:
     """What run.json says beside the options."""
-    drafted = None
-    if drafter is not None:
-        drafted = drafter_identity(drafter.name_or_path) if drafter.name_or_path else {}
-        drafted |= {
-            "name": drafter.name,
-            "weights_hash": weights_hash(drafter),
-            "kind": drafter.settings.kind,
-            "num_draft": drafter.settings.num_draft,
-            "dtype": str(drafter.dtype).removeprefix("torch."),
-        }
     return run_info(target, sampling) | {
         "kind": "decode",
-        "drafter": drafted,
+        "drafter": None if drafter is None else drafter_info(drafter),
         "prompt_set_hash": prompt_set_hash(target, prompts),
         "template": template_info(prompts),
         "num_prompts": len(prompts),

@@ -14,9 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.kernels.block_attention import Workspace as AttentionWorkspace
-from dflash2_lab.kernels.block_attention import block_attention, default_splits
-from dflash2_lab.kernels.block_attention import make_workspace as attention_workspace
+from dflash2_lab.kernels.attention_plan import Workspace as AttentionWorkspace
+from dflash2_lab.kernels.attention_plan import default_splits
+from dflash2_lab.kernels.attention_plan import make_workspace as attention_workspace
+from dflash2_lab.kernels.block_attention import block_attention
 from dflash2_lab.kernels.conv_project import conv_project
 from dflash2_lab.kernels.linear import Workspace, linear, linear_add, make_workspace
 from dflash2_lab.kernels.stream import Norm, Rows, Stream

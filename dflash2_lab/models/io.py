@@ -32,7 +32,7 @@ from dflash2_lab.models.tensors import (
     scan_checkpoint,
     tensor_problems,
 )
-from dflash2_lab.provenance import check_device
+from dflash2_lab.provenance import check_device, weights_hash
 from dflash2_lab.tables import file_hash
 
 if TYPE_CHECKING:
@@ -209,6 +209,22 @@ def drafter_identity(name: str | Path) -> dict[str, Any]:
     folder = find_checkpoint(name)
     files = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
     return {"name": str(name), "files": {path.name: file_hash(path) for path in files}}
+
+
+def drafter_info(drafter: Drafter) -> dict[str, Any]:
+    """What `run.json` says of the drafter of a run: files if it came from any, weights, shape."""
+    settings = drafter.settings
+    identity = drafter_identity(drafter.name_or_path) if drafter.name_or_path else {}
+    return identity | {
+        "name": drafter.name,
+        "weights_hash": weights_hash(drafter),
+        "kind": settings.kind,
+        "num_draft": settings.num_draft,
+        "block_size": settings.block_size,
+        "num_layers": settings.num_hidden_layers,
+        "selector_top_k": settings.selector_top_k,
+        "dtype": str(drafter.dtype).removeprefix("torch."),
+    }
 
 
 def iterate_tensors(stored: Sequence[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
