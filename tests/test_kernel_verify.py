@@ -244,13 +244,23 @@ def test_greedy_rows_accept_the_argmax_and_end_with_it(form, device):
 
 
 @VERIFIERS
-def test_without_a_draft_the_first_row_is_drawn_from(form, device):
-    arguments = random_problem(rows=6, slots=0, kind="one-hot")
+def test_where_nothing_is_offered_the_first_row_is_drawn_from(form, device):
+    arguments = random_problem(rows=6, slots=1, kind="one-hot")
+    arguments["num_offered"] = torch.zeros(6, dtype=torch.int32)
+    # The laws of both rows of a request stand one behind the other.
+    first = type(arguments["law"])(*(part[::2].contiguous() for part in arguments["law"]))
     accepted, following = call(form, device, {"block": 64}, **arguments)
-    drawn = ("logits", "law", "temperature", "final_keys", "final_counters")
-    logits, *rest = (arguments[name] for name in drawn)
+    drawn = ("temperature", "final_keys", "final_counters")
+    rest = (arguments[name] for name in drawn)
     assert not accepted.any()
-    assert following.tolist() == draw_reference(logits[:, 0], *rest).tolist()
+    expected = draw_reference(arguments["logits"][:, 0], first, *rest)
+    assert following.tolist() == expected.tolist()
+
+
+def test_a_launch_without_a_drafted_slot_is_refused(device):
+    arguments = random_problem(rows=2, slots=0, kind="one-hot")
+    with pytest.raises(ValueError, match="for 0 slots"):
+        call(verify_triton, device, {"block": 64}, **arguments)
 
 
 @VERIFIERS
