@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TILE_BYTES = 32768  # keys and values that a program reads at a time
-UNITS_PER_SPLIT = 1  # a split has at least so many tiles to do, the block's own rows being one
+UNITS_PER_SPLIT = 2  # a split has at least so many tiles to do, the block's own rows being one
 MAX_SPLITS = 16  # more cost the merge more than they save
 MERGE_UNROLL = 8  # partial results that the merge asks for at once
 FULL_GPU = 64  # kv heads of all sequences that keep a GPU busy without sharing a head's rows out

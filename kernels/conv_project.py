@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from .linear import MAX_ROWS, Conv, Tiling, launch_options, product
-from .stream import Rows, finish_norm_reference, row_scale, tile_options
+from .linear import Conv, Tiling, fuses, launch_options, product, row_tile
+from .stream import Rows, finish_norm, finish_norm_reference, load_squares, row_scale, tile_options
 from .tools import interpreting, jit, launches_early, next_power_of_2, on_gpu, prefetch_rows, tl
 
 
@@ -32,27 +32,38 @@ def conv_project_reference(
 @jit
 def _conv_project_kernel(
     x_ptr, weight_ptr, squares_ptr, base_ptr, out_ptr, dynamic_ptr,
-    R, H, tiles, stride_x, eps, GROUPS: tl.constexpr, TAPS: tl.constexpr, TILES: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
+    R, H, tiles, step, stride_x, eps, GROUPS: tl.constexpr, TAPS: tl.constexpr,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """One program: the kernels of BLOCK_G channel groups of one side, all taps; on the side before
     the sublayer it applies them at once."""
-    i_group, i_side = tl.program_id(0), tl.program_id(1)
-    rows, groups = tl.arange(0, BLOCK_R), i_group * BLOCK_G + tl.arange(0, BLOCK_G)
-    b_row, b_group = rows < R, groups < GROUPS
+    i_row, i_group, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    local, groups = tl.arange(0, BLOCK_R), i_group * BLOCK_G + tl.arange(0, BLOCK_G)
+    rows = i_row * step + local
+    b_row, b_group = (rows < R) & (local < step), groups < GROUPS
     # Columns of the product: the taps of a group side by side (padded to a power of two).
     pairs = tl.arange(0, BLOCK_G * BLOCK_T)
     outputs = tl.minimum(i_group * BLOCK_G + pairs // BLOCK_T, GROUPS - 1)
     outputs += (i_side * TAPS + tl.minimum(pairs % BLOCK_T, TAPS - 1)) * GROUPS
     p_weight = weight_ptr + outputs[:, None] * H
+    # What the convolution takes, (tap, row, group, channel): asked for before the product.
+    taps = tl.arange(0, BLOCK_T)
+    channels = groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    b_channels = (groups < tl.where(i_side == 0, GROUPS, 0))[None, None, :, None]
+    p_base = base_ptr + taps[:, None, None, None] * H + channels[None, None, :, :]
+    base = tl.load(p_base, mask=(taps < TAPS)[:, None, None, None] & b_channels, other=0.0)
     if PDL:
         prefetch_rows(p_weight, H, LINES)
         tl.extra.cuda.gdc_wait()
-    scale = tl.full((BLOCK_R,), 1.0, tl.float32)
+    before = tl.maximum(local[None, :] - taps[:, None], 0)
+    b_before = (b_row & (rows % ROWS >= taps[:, None])) & (taps < TAPS)[:, None]
+    p_moved = x_ptr + (i_row * step + before)[:, :, None, None] * stride_x
+    b_moved = b_before[:, :, None, None] & b_channels
+    moved = tl.load(p_moved + channels[None, None, :, :], mask=b_moved, other=0.0)
     if TILES > 0:
-        scale = row_scale(squares_ptr, tiles, R, H, eps, TILES, BLOCK_R)
+        squares = load_squares(squares_ptr, tiles, rows, R, TILES)
     # Each warp sums a slice of H of its own: one chain of products over all of it would take
     # longer than reading it. The axes are (slice, row, channel).
     sums = tl.zeros((SLICES, BLOCK_R, BLOCK_G * BLOCK_T), tl.float32)
@@ -66,26 +77,23 @@ def _conv_project_kernel(
     total = tl.sum(sums, 0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    scale = tl.full((BLOCK_R,), 1.0, tl.float32)
+    if TILES > 0:
+        scale = row_scale(squares, H, eps)
     dtype = out_ptr.dtype.element_ty
-    taps = tl.arange(0, BLOCK_T)[None, None, :]
-    kernels = tl.reshape(total * scale[:, None], (BLOCK_R, BLOCK_G, BLOCK_T))
-    channels = groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    out = tl.zeros((BLOCK_R, BLOCK_G, WIDTH), tl.float32)
-    for tap in tl.static_range(TAPS):
-        kernel = tl.sum(tl.where(taps == tap, kernels, 0.0), 2).to(dtype)
-        if i_side == 1:
-            p_dynamic = dynamic_ptr + rows[:, None] * (TAPS * GROUPS) + tap * GROUPS
-            tl.store(p_dynamic + groups[None, :], kernel, mask=b_row[:, None] & b_group[None, :])
-        else:
-            before = tl.maximum(rows - tap, 0)
-            b_moved = (b_row & ((rows % ROWS) >= tap))[:, None, None] & b_group[None, :, None]
-            p_moved = x_ptr + before[:, None, None] * stride_x + channels[None, :, :]
-            moved = tl.load(p_moved, mask=b_moved, other=0.0).to(tl.float32)
-            if TILES > 0:
-                moved *= tl.gather(scale, before, 0)[:, None, None]
-            base = tl.load(base_ptr + tap * H + channels, mask=b_group[:, None], other=0.0)
-            out += (base.to(tl.float32)[None, :, :] + kernel.to(tl.float32)[:, :, None]) * moved
-    if i_side == 0:
+    kernels = tl.reshape((total * scale[:, None]).to(dtype), (BLOCK_R, BLOCK_G, BLOCK_T))
+    if i_side == 1:
+        at = rows[:, None, None] * (TAPS * GROUPS) + taps[None, None, :] * GROUPS
+        b_kernels = (b_row[:, None] & b_group[None, :])[:, :, None] & (taps < TAPS)[None, None, :]
+        tl.store(dynamic_ptr + at + groups[None, :, None], kernels, mask=b_kernels)
+    else:
+        # An axis for the channels behind (tap, row, group).
+        own = tl.permute(kernels, (2, 0, 1)).to(tl.float32)[:, :, :, None]
+        normed = moved.to(tl.float32)
+        if TILES > 0:
+            spread = tl.broadcast_to(scale[None, :], (BLOCK_T, BLOCK_R))
+            normed *= tl.gather(spread, before, 1)[:, :, None, None]
+        out = tl.sum((base.to(tl.float32) + own) * normed, 0)
         p_out = out_ptr + rows[:, None, None] * H + channels[None, :, :]
         tl.store(p_out, out, mask=b_row[:, None, None] & b_group[None, :, None])
 
@@ -102,20 +110,22 @@ def conv_project_triton(
     R, H = x.value.shape
     taps = base.shape[1]
     groups = projection.shape[0] // (2 * taps)
-    # Four stages of fp32 would not fit into shared memory.
-    tiling = tiling or Tiling(4, 128, 1, 4, 4 if x.value.element_size() == 2 else 2, 2)
+    tiling = tiling or Tiling(4, 128, 1, 4, 4, 2, 16)
     dtype, device = x.value.dtype, x.value.device
     out = torch.empty(R, H, dtype=dtype, device=device)
     dynamic = torch.empty(R, taps, groups, dtype=dtype, device=device)
-    _conv_project_kernel[(-(-groups // tiling.block_n), 2)](
+    block_r, step = row_tile(R, tiling.block_r, rows)
+    outputs = tiling.block_n * next_power_of_2(taps)
+    stage = (block_r + outputs) * tiling.block_k * tiling.num_warps * dtype.itemsize
+    _conv_project_kernel[(-(-R // step), -(-groups // tiling.block_n), 2)](
         x.value, projection, x.squares, base, out, dynamic, R, H,
-        0 if x.squares is None else x.squares.shape[0], x.value.stride(0), x.eps,
+        0 if x.squares is None else x.squares.shape[0], step, x.value.stride(0), x.eps,
         GROUPS=groups, TAPS=taps, WIDTH=H // groups, ROWS=rows,
-        BLOCK_R=max(16, next_power_of_2(R)), BLOCK_G=tiling.block_n,
+        BLOCK_R=block_r, BLOCK_G=tiling.block_n,
         BLOCK_T=next_power_of_2(taps), BLOCK_K=tiling.block_k,
         EXACT=dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
         SLICES=tiling.num_warps, LINES=tiling.lines,
-        **tile_options(x), **launch_options(tiling, pdl),
+        **tile_options(x), **launch_options(tiling, pdl, stage),
     )  # fmt: skip
     return out, Conv(dynamic, base[1], rows)
 
@@ -131,6 +141,6 @@ def conv_project(
     `projection` is laid out (side, tap, group), side 0 before the sublayer, and `base` likewise;
     `rows` are the rows of a block. Returns x convolved, and the convolution of the output.
     """
-    if on_gpu(projection) and x.value.shape[0] <= MAX_ROWS:
+    if on_gpu(projection) and fuses(*x.value.shape):
         return conv_project_triton(x, projection, base, rows, pdl=launches_early(projection))
-    return conv_project_reference(x, projection, base, rows)
+    return conv_project_reference(Rows(finish_norm(x)), projection, base, rows)

@@ -17,8 +17,9 @@ Between two products the memory lies idle: the last programs finish, a launch pa
 bytes are on their way. So on a GPU that can, a kernel is launched while the last programs of the
 one before it finish, and asks for its first weights, which nothing writes, before it waits.
 
-Above `MAX_ROWS` rows reading W is no longer the whole cost: there the library's matrix product is
-used, with the norm in a kernel of its own.
+With many rows (see `fuses`) reading W is no longer the whole cost: there the library's matrix
+product is used, with the norm in a kernel of its own. Up to there rows come in tiles of whole
+blocks.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,9 @@ from .stream import (
     Norm,
     Rows,
     Stream,
+    finish_norm,
     finish_norm_reference,
+    load_squares,
     row_scale,
     start_stream_reference,
     start_stream_triton,
@@ -50,7 +53,7 @@ from .tools import (
     tl,
 )
 
-MAX_ROWS = 32
+MAX_ROWS = 128
 
 
 class Conv(NamedTuple):
@@ -74,8 +77,8 @@ class Workspace(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Work of one program: columns of y, columns of x at a time, programs that share a
-    tile; and the cache lines of each row of W that it asks for before it waits for its input."""
+    """Work of one program: columns of y, columns of x at a time, programs that share a tile; the
+    cache lines of each row of W that it asks for before it waits for its input; rows at most."""
 
     block_n: int
     block_k: int
@@ -83,16 +86,20 @@ class Tiling(NamedTuple):
     num_warps: int = 4
     num_stages: int = 4
     lines: int = 0
+    block_r: int = 64
 
 
-def make_workspace(device: torch.device) -> Workspace:
-    """Room for every product of at most `MAX_ROWS` rows that is split."""
-    counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-    return Workspace(torch.empty(_MAX_TILES * _MAX_SPLITS * 32 * 32, device=device), counters)
+def make_workspace(device: torch.device, rows: int = 16) -> Workspace:
+    """Room for every product of at most `rows` rows that is split or has a convolution."""
+    shares = -(-min(rows, MAX_ROWS) // 32)
+    counters = torch.zeros(shares * 1024, dtype=torch.int32, device=device)
+    floats = shares * _MAX_TILES * _MAX_SPLITS * 2 * 32 * 32
+    return Workspace(torch.empty(floats, device=device), counters)
 
 
-_MAX_TILES = 128
+_MAX_TILES = 128  # of 32 columns, of a product that is split
 _MAX_SPLITS = 4
+_SHARED_BYTES = 220_000  # of the 227 KiB that a program may have on sm_90
 
 
 # --- plain torch -----------------------------------------------------------------------------
@@ -142,20 +149,32 @@ def product(x, w, total, EXACT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @jit
+def _sum_parts(p_tile, there, SPLITS: tl.constexpr, PART: tl.constexpr):
+    """The parts of a split tile, added in their order; zero for rows that are not there."""
+    total = tl.load(p_tile, mask=there, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(p_tile + split * PART, mask=there, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@jit
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, squares_ptr, out_ptr, residual_ptr, norm_ptr, next_ptr,
     next_squares_ptr, dynamic_ptr, base_ptr, partial_ptr, counter_ptr,
-    R, N, K, tiles, stride_x, stride_out, stride_residual, stride_row, stride_tap, eps,
+    R, N, K, tiles, step, stride_x, stride_out, stride_residual, stride_row, stride_tap, eps,
     BIAS: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    TAPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    i_n, i_split = tl.program_id(0), tl.program_id(1)
-    rows = tl.arange(0, BLOCK_R)
+    # Programs of the same columns follow one another: the second reads W from the L2 cache.
+    i_row, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_tile = i_n * tl.num_programs(0) + i_row
+    local = tl.arange(0, BLOCK_R)
+    rows = i_row * step + local
     cols = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_row, b_col = rows < R, cols < N
+    b_row, b_col = (rows < R) & (local < step), cols < N
     # Rows of W past its end are read as its last one, and never stored: no mask in the loop.
     p_weight = weight_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K
     p_up = p_weight + tl.cast(N, tl.int64) * K
@@ -168,12 +187,7 @@ def _linear_kernel(
             prefetch_rows(p_up + first, last - first, LINES)
         tl.extra.cuda.gdc_wait()
     if TILES > 0:
-        scale = row_scale(squares_ptr, tiles, R, K, eps, TILES, BLOCK_R)
-    if ADD:
-        b_early = b_row[:, None] & b_col[None, :]
-        p_residual = residual_ptr + rows[:, None] * stride_residual + cols[None, :]
-        residual = tl.load(p_residual, mask=b_early, other=0.0).to(tl.float32)
-        norm_weight = tl.load(norm_ptr + cols, mask=b_col, other=0.0).to(tl.float32)
+        squares = load_squares(squares_ptr, tiles, rows, R, TILES)
     total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     total_up = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     p_x = x_ptr + rows[:, None] * stride_x
@@ -191,45 +205,64 @@ def _linear_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     b_out = b_row[:, None] & b_col[None, :]
-    if SPLITS > 1:
+    PART: tl.constexpr = BLOCK_R * BLOCK_N
+    if SPLITS > 1 or TAPS > 0:
         # Whoever comes last adds the parts, in their order: the sum does not depend on the race.
-        tile = tl.arange(0, BLOCK_R)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        p_tile = partial_ptr + i_n * (SPLITS * BLOCK_R * BLOCK_N) + tile
-        tl.store(p_tile + i_split * (BLOCK_R * BLOCK_N), total)
-        if not last_to_arrive(counter_ptr + i_n, SPLITS):
+        tile = local[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        p_tile = partial_ptr + i_tile * (SPLITS * PART) + tile
+        tl.store(p_tile + i_split * PART, total)
+        if not last_to_arrive(counter_ptr + i_tile, SPLITS):
             return
-        total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        for split in tl.static_range(SPLITS):
-            total += tl.load(p_tile + split * (BLOCK_R * BLOCK_N), cache_modifier=".cg")
+    # All that is still needed is asked for at once; before the loop, the layouts that it is brought
+    # into would hold the loop up.
+    if TAPS > 0:
+        # Each row and the rows before it, (tap, row, column), from where the parts lie.
+        taps = tl.arange(0, BLOCK_T)
+        b_tap = (taps[:, None] < TAPS) & ((local % ROWS)[None, :] >= taps[:, None])
+        p_dynamic = dynamic_ptr + rows[None, :] * stride_row + taps[:, None] * stride_tap
+        kernels = tl.load(
+            p_dynamic[:, :, None] + (cols // WIDTH)[None, None, :],
+            mask=b_tap[:, :, None] & b_out[None, :, :], other=0.0,
+        )  # fmt: skip
+        base = tl.load(
+            base_ptr + taps[:, None] * N + cols[None, :],
+            mask=(taps < TAPS)[:, None] & b_col[None, :], other=0.0,
+        )  # fmt: skip
+    if ADD:
+        p_residual = residual_ptr + rows[:, None] * stride_residual + cols[None, :]
+        residual = tl.load(p_residual, mask=b_out, other=0.0)
+        norm_weight = tl.load(norm_ptr + cols, mask=b_col, other=0.0)
+    if TAPS > 0:
+        p_moved = p_tile[None, :, :] - taps[:, None, None] * BLOCK_N
+        moved = _sum_parts(p_moved, b_tap[:, :, None], SPLITS, PART)
+    elif SPLITS > 1:
+        total = _sum_parts(p_tile, local[:, None] >= 0, SPLITS, PART)
 
     if TILES > 0:
-        total *= scale[:, None]
-        total_up *= scale[:, None]
+        scale = row_scale(squares, K, eps)[:, None]
+        total *= scale
+        total_up *= scale
     if BIAS:
-        total += tl.load(bias_ptr + cols, mask=b_col, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + cols, mask=b_col, other=0.0).to(tl.float32)
+        if TAPS > 0:
+            moved += tl.where(b_tap[:, :, None], bias[None, None, :], 0.0)
+        else:
+            total += bias[None, :]
         if GATED:
             total_up += tl.load(bias_ptr + N + cols, mask=b_col, other=0.0).to(tl.float32)[None, :]
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * total_up
     if TAPS > 0:
-        plain = total
-        total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        for tap in tl.static_range(TAPS):
-            source = tl.maximum(rows - tap, 0)[:, None] + tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
-            moved = tl.where(((rows % ROWS) >= tap)[:, None], tl.gather(plain, source, 0), 0.0)
-            p_dynamic = dynamic_ptr + rows[:, None] * stride_row + tap * stride_tap
-            kernel = tl.load(p_dynamic + (cols // WIDTH)[None, :], mask=b_out, other=0.0)
-            base = tl.load(base_ptr + tap * N + cols, mask=b_col, other=0.0)
-            total += (base.to(tl.float32)[None, :] + kernel.to(tl.float32)) * moved
+        total = tl.sum((base.to(tl.float32)[:, None, :] + kernels.to(tl.float32)) * moved, 0)
     p_out = out_ptr + rows[:, None] * stride_out + cols[None, :]
     if ADD:
-        total += residual
+        total += residual.to(tl.float32)
         rounded = total.to(out_ptr.dtype.element_ty)
         tl.store(p_out, rounded, mask=b_out)
         total = rounded.to(tl.float32)
         squares = tl.sum(tl.where(b_out, total * total, 0.0), 1)
         tl.store(next_squares_ptr + i_n * R + rows, squares, mask=b_row)
-        scaled = total * norm_weight[None, :]
+        scaled = total * norm_weight.to(tl.float32)[None, :]
         tl.store(next_ptr + rows[:, None] * N + cols[None, :], scaled, mask=b_out)
     else:
         tl.store(p_out, total, mask=b_out)
@@ -238,22 +271,45 @@ def _linear_kernel(
 # --- launchers -------------------------------------------------------------------------------
 
 
-def choose_tiling(N: int, K: int, gated: bool, splittable: bool) -> Tiling:
+def choose_tiling(R: int, N: int, K: int, gated: bool, splittable: bool) -> Tiling:
     """Tiles that keep every processor of an H200 reading W; `bench kernels` times them."""
     small = N * K < 2**22
+    splits = min(_MAX_SPLITS, -(-K // 512)) if splittable and -(-N // 32) <= _MAX_TILES else 0
+    if R > 32:
+        # Enough rows for the wide tensor-core instructions, which take four warps.
+        if small and gated:
+            return Tiling(32, 128, 1, 4, 4, 2)
+        if small and splits and K < 1024:
+            return Tiling(16, 64, 1, 4, 6, 4)
+        if small and splits and R > 64:
+            return Tiling(32, 128, 1, 4, 6, 4)
+        if small:
+            return Tiling(32, 64, max(1, splits), 4, 6, 4)
+        if gated:
+            return Tiling(64, 64, 1, 4, 4, 0)
+        if N >= 32768:
+            return Tiling(128, 64, 1, 8, 4, 0, 128)
+        return Tiling(32, 64, splits, 4, 4, 4) if splits else Tiling(32, 128, 1, 4, 4, 4)
     if gated:
-        return Tiling(32, 64, 1, 4, 6, 2) if small else Tiling(64, 128, 1, 4, 3, 0)
-    if splittable and -(-N // 32) <= _MAX_TILES:
+        return Tiling(32, 64, 1, 4, 6, 2) if small else Tiling(64, 128, 1, 4, 3, 2)
+    if splits:
         # Too few tiles to go round: several programs share one.
-        splits = min(_MAX_SPLITS, -(-K // 512))
         return Tiling(32, 64, splits, 4, 6, 4) if small else Tiling(32, 128, splits, 4, 4, 4)
     if small:
         return Tiling(32, 64, 1, 2, 6, 4)
-    return Tiling(128, 128, 1, 8, 3, 0) if N >= 32768 else Tiling(32, 128, 1, 2, 6, 4)
+    return Tiling(128, 128, 1, 8, 3, 2) if N >= 32768 else Tiling(32, 128, 1, 2, 6, 4)
 
 
-def launch_options(tiling: Tiling, pdl: bool) -> dict[str, object]:
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+def row_tile(R: int, most: int, block: int) -> tuple[int, int]:
+    """Rows of a tile (a power of two), and how many of them are its own: whole blocks."""
+    size = max(16, min(most, next_power_of_2(R)), next_power_of_2(block))
+    return size, size if size >= R else size // block * block
+
+
+def launch_options(tiling: Tiling, pdl: bool, stage: int) -> dict[str, object]:
+    """Options of a launch whose pipeline holds `stage` bytes of shared memory a stage."""
+    stages = max(1, min(tiling.num_stages, _SHARED_BYTES // stage))
+    options = {"num_warps": tiling.num_warps, "num_stages": stages}
     return options | ({"launch_pdl": True} if pdl else {})
 
 
@@ -268,8 +324,9 @@ def linear_triton(
 ) -> Float[Tensor, "R N"]:
     """See `linear`; without a workspace the product is not split."""
     N = weight.shape[0] // 2 if gated else weight.shape[0]
-    tiling = tiling or choose_tiling(N, weight.shape[1], gated, workspace is not None)
-    out = torch.empty(x.value.shape[0], N, dtype=x.value.dtype, device=x.value.device)
+    R, K = x.value.shape
+    tiling = tiling or choose_tiling(R, N, K, gated, workspace is not None)
+    out = torch.empty(R, N, dtype=x.value.dtype, device=x.value.device)
     _launch(x, weight, bias, out, tiling, pdl, workspace=workspace, gated=gated)
     return out
 
@@ -288,7 +345,7 @@ def linear_add_triton(
 ) -> Stream:
     """See `linear_add`; without a workspace the product is not split."""
     (R, K), N = x.shape, weight.shape[0]
-    tiling = tiling or choose_tiling(N, K, False, workspace is not None)
+    tiling = tiling or choose_tiling(R, N, K, False, workspace is not None)
     out = torch.empty(R, N, dtype=x.dtype, device=x.device) if out is None else out
     tiles = -(-N // tiling.block_n)
     scaled = torch.empty(R, N, dtype=x.dtype, device=x.device)
@@ -314,27 +371,42 @@ def _launch(
     residual, norm, scaled, squares = after or (None, None, None, None)
     partial, counters = workspace or (None, None)
     tiles = -(-N // tiling.block_n)
-    fits = tiles <= _MAX_TILES and tiling.splits <= _MAX_SPLITS and tiling.block_n <= 32
-    if tiling.splits > 1 and (workspace is None or not fits):
-        raise ValueError(f"{tiling}: split {tiles} tiles, which the workspace has no room for")
-    _linear_kernel[(tiles, tiling.splits)](
+    # A convolution holds its rows twice: a large tile would leave the registers.
+    most = tiling.block_r if conv is None else min(tiling.block_r, 64)
+    block_r, step = row_tile(R, most, conv.rows if conv else 1)
+    grid = (-(-R // step), tiles, tiling.splits)
+    if conv is not None and workspace is None:
+        partial, counters = make_workspace(out.device, R)
+    if tiling.splits > 1 or conv is not None:
+        floats = grid[0] * tiles * tiling.splits * block_r * tiling.block_n
+        if counters is None or len(counters) < grid[0] * tiles or len(partial) < floats:
+            raise ValueError(f"{tiling}: {grid} programs, which the workspace has no room for")
+    taps = 0 if conv is None else conv.dynamic.shape[1]
+    stage = (block_r + tiling.block_n * (1 + gated)) * tiling.block_k * out.element_size()
+    _linear_kernel[grid](
         x.value, weight, bias, x.squares, out, residual, norm and norm.weight, scaled, squares,
         conv and conv.dynamic, conv and conv.base, partial, counters, R, N, K,
-        0 if x.squares is None else x.squares.shape[0], x.value.stride(0), out.stride(0),
+        0 if x.squares is None else x.squares.shape[0], step, x.value.stride(0), out.stride(0),
         0 if residual is None else residual.stride(0),
         *(conv.dynamic.stride()[:2] if conv else (0, 0)), x.eps,
         BIAS=bias is not None, GATED=gated, ADD=after is not None,
-        TAPS=conv.dynamic.shape[1] if conv else 0,
+        TAPS=taps, BLOCK_T=next_power_of_2(taps),
         WIDTH=N // conv.dynamic.shape[2] if conv else 1, ROWS=conv.rows if conv else 1,
-        BLOCK_R=max(16, next_power_of_2(R)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        BLOCK_R=block_r, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         SPLITS=tiling.splits, EVEN=K % (tiling.block_k * tiling.splits) == 0,
         EXACT=out.dtype == torch.float32, WIDE=interpreting(), PDL=pdl,
         LINES=tiling.lines,
-        **tile_options(x), **launch_options(tiling, pdl),
+        **tile_options(x), **launch_options(tiling, pdl, stage),
     )  # fmt: skip
 
 
 # --- what the library calls ------------------------------------------------------------------
+
+
+def fuses(R: int, K: int) -> bool:
+    """Whether a product of R rows of K columns is fused on a GPU: where that is the faster way."""
+    most = MAX_ROWS if K < 2048 else 64
+    return most >= R
 
 
 def linear(
@@ -345,10 +417,10 @@ def linear(
     workspace: Workspace | None = None,
 ) -> Float[Tensor, "R N"]:
     """x W^T + bias of normed rows; with `gated`, silu(first half) * second half (N = M / 2)."""
-    if on_gpu(weight) and x.value.shape[0] <= MAX_ROWS:
+    if on_gpu(weight) and fuses(*x.value.shape):
         early = launches_early(weight)
         return linear_triton(x, weight, bias, gated, workspace, pdl=early)
-    return linear_reference(x, weight, bias, gated)
+    return linear_reference(Rows(finish_norm(x)), weight, bias, gated)
 
 
 def linear_add(
@@ -364,7 +436,7 @@ def linear_add(
     """residual + conv(x W^T + bias), written to `out` when given, as the stream before `norm`."""
     if not on_gpu(weight):
         return linear_add_reference(x, weight, residual, norm, bias, conv, out)
-    if x.shape[0] <= MAX_ROWS:
+    if fuses(*x.shape):
         early = launches_early(weight)
         return linear_add_triton(x, weight, residual, norm, bias, conv, out, workspace, pdl=early)
     y = F.linear(x, weight, bias)

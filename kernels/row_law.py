@@ -17,8 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .candidate_topk import candidate_topk
-from .law_filter import bin_of, filter_kernel
-from .tools import check_shape, jit, last_to_arrive, next_power_of_2, on_gpu, tl, triton
+from .law_filter import bin_of, filter_kernel, filters_of
+from .tools import (
+    check_shape,
+    jit,
+    last_to_arrive,
+    launches_early,
+    next_power_of_2,
+    on_gpu,
+    tl,
+    triton,
+)
 
 
 class Law(NamedTuple):
@@ -154,19 +163,14 @@ def _law_kernel(
     histograms_ptr, arrivals_ptr, argmax_ptr, log_total_ptr, threshold_ptr, threshold_id_ptr,
     finite_ptr, facts_ptr, edge_ptr, listed_ptr, starts_ptr, logits_row, V, C: tl.constexpr,
     LIST: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // C).to(tl.int64)
     chunk = tl.program_id(0) % C
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature == 0
     inverse = 1.0 / tl.where(greedy, 1.0, temperature)
-    limit = V
-    nucleus = 1.0
-    if top_k_ptr is not None:
-        limit = tl.load(top_k_ptr + row).to(tl.int32)
-        limit = tl.where((limit <= 0) | (limit > V), V, limit)
-    if top_p_ptr is not None:
-        nucleus = tl.load(top_p_ptr + row)
+    limit, nucleus = filters_of(top_k_ptr, top_p_ptr, row, V)
     limited = limit < V
     filtered = (limited | (nucleus < 1)) & (temperature > 0)
     # Top-k counts tokens, over a span of logits that is the same at any temperature; top-p
@@ -197,6 +201,8 @@ def _law_kernel(
             below = bin_of(peak, per_unit) - bin_of(x, per_unit)
             tally = tl.histogram(tl.minimum(below, BINS - 1), BINS)
             tl.store(histograms_ptr + place * BINS + g, tally)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
     if last_to_arrive(arrivals_ptr + row, C):
         c = tl.arange(0, BLOCK_C)
@@ -261,13 +267,15 @@ def row_law_triton(
     arrivals: Int[Tensor, " R"] | None = None,
     block: int = 4096,
     list_size: int = 8192,
+    sorted_sizes: tuple[int, int] = (256, 1024),
     num_warps: int = 4,
 ) -> Law:
     """`row_law` in one launch, two where `top_k` or `top_p` is given.
 
-    The second collects the tokens that may be kept, known from counts of the first, and searches
-    the thresholds among them, on the bits of their logits. `list_size` bounds how many are
-    collected; a law flatter than that is searched in the whole row, right but slow.
+    The second collects the tokens that may be kept, known from counts of the first, and sorts them
+    where they are no more than one of the two `sorted_sizes`, powers of two; of more it searches
+    the thresholds, on the bits of their logits. `list_size` bounds how many are collected; a law
+    flatter than that is searched in the whole row, right but slow.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -296,6 +304,7 @@ def row_law_triton(
     histograms = rows(torch.int32, chunks, bins)
     facts, edge, listed = rows(torch.float32, 3), rows(torch.int32), rows(torch.int32)
     grid = (num_rows * chunks,)
+    early = filtered and launches_early(logits)
     _law_kernel[grid](
         logits,
         temperature,
@@ -318,6 +327,7 @@ def row_law_triton(
         BINS=bins,
         BLOCK=block,
         BLOCK_C=next_power_of_2(chunks),
+        PDL=early,
         num_warps=num_warps,
     )
     if filtered:
@@ -330,8 +340,7 @@ def row_law_triton(
             edge,
             listed,
             starts,
-            rows(logits.dtype, list_size),
-            rows(torch.int32, list_size),
+            rows(torch.int64, list_size),
             arrivals,
             law.log_total,
             law.threshold,
@@ -342,8 +351,13 @@ def row_law_triton(
             LIST=list_size,
             SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
             BLOCK=block,
-            BLOCK_LIST=min(2048, block),
+            FEW=sorted_sizes[0],
+            MANY=sorted_sizes[1],
+            PIECE=1024,
+            PDL=early,
             num_warps=2 * num_warps,
+            maxnreg=64,  # with more, most programs would wait for room
+            **({"launch_pdl": True} if early else {}),
         )
     return law
 

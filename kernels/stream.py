@@ -65,11 +65,17 @@ def finish_norm_reference(x: Rows) -> Float[Tensor, "R K"]:
 
 
 @jit
-def row_scale(squares_ptr, tiles, R, K, eps, TILES: tl.constexpr, BLOCK_R: tl.constexpr):
-    """1 / rms of every row, from the partial sums of its squares."""
-    rows, parts = tl.arange(0, BLOCK_R), tl.arange(0, TILES)
+def load_squares(squares_ptr, tiles, rows, R, TILES: tl.constexpr):
+    """Partial sums of the squares of `rows`, [TILES, rows]; asked for here and summed later, so
+    that nothing waits for them meanwhile."""
+    parts = tl.arange(0, TILES)
     b_parts = (parts < tiles)[:, None] & (rows < R)[None, :]
-    squares = tl.load(squares_ptr + parts[:, None] * R + rows[None, :], mask=b_parts, other=0.0)
+    return tl.load(squares_ptr + parts[:, None] * R + rows[None, :], mask=b_parts, other=0.0)
+
+
+@jit
+def row_scale(squares, K, eps):
+    """1 / rms of every row, from the partial sums of its squares."""
     return 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
 
 
@@ -124,8 +130,8 @@ def _finish_kernel(
     x_ptr, squares_ptr, out_ptr, R, H, tiles, eps,
     TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    scale = row_scale(squares_ptr, tiles, R, H, eps, TILES, BLOCK_R)
     rows = tl.arange(0, BLOCK_R)
+    scale = row_scale(load_squares(squares_ptr, tiles, rows, R, TILES), H, eps)
     cols = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     b = (rows < R)[:, None] & (cols < H)[None, :]
     x = tl.load(x_ptr + rows[:, None] * H + cols[None, :], mask=b, other=0.0).to(tl.float32)

@@ -119,6 +119,44 @@ def test_the_stream_after_a_product(device, poisoned, dtype, splits, part):
         assert whole[:, :80].isnan().all() and whole[:, 160:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_tiles_of_rows_hold_whole_blocks(device, poisoned, dtype, splits):
+    case = make(device, dtype, R=35)  # seven blocks of 5 rows; a tile of 16 rows holds three
+    dynamic = torch.randn(35, 2, 5).to(device, dtype)
+    conv = Conv(dynamic, case.conv.base, 5)
+    workspace = make_workspace(device, 35)
+    tiling = Tiling(32, 32, splits, block_r=16)
+    stream = linear_add_triton(
+        case.x, case.weight, case.residual, case.norm, case.bias, conv,
+        workspace=workspace, tiling=tiling,
+    )  # fmt: skip
+    expected = linear_add_reference(
+        *map(wide, (case.x, case.weight, case.residual, case.norm, case.bias)),
+        Conv(wide(dynamic), wide(case.conv.base), 5),
+    )
+    assert distance(stream.residual, expected.residual) < TOLERANCE[dtype]
+    assert not workspace.counters.any()
+    weight = case.weight[:, :80].contiguous()
+    found = linear_triton(stream.normed, weight, tiling=tiling._replace(splits=1))
+    y = expected.normed.value @ wide(weight).T
+    assert distance(found, y) < 2 * TOLERANCE[dtype]
+    projection = 0.1 * torch.randn(4 * 5, 80).to(device, dtype)
+    base = torch.randn(2, 2, 80).to(device, dtype)
+    narrow = Tiling(2, 32, num_warps=2, block_r=16)
+    found, after = conv_project_triton(stream.normed, projection, base, 5, narrow)
+    plain, conv = conv_project_reference(expected.normed, wide(projection), wide(base), 5)
+    assert distance(found, plain) < 2 * TOLERANCE[dtype]
+    assert distance(after.dynamic, conv.dynamic) < 2 * TOLERANCE[dtype]
+
+
+def test_a_split_product_that_the_workspace_cannot_hold_is_refused(device):
+    case = make(device, torch.float32, R=16, N=2**15 + 16)
+    with pytest.raises(ValueError, match="no room"):
+        linear_add_triton(case.x, case.weight, case.residual, case.norm,
+                          workspace=make_workspace(device), tiling=Tiling(32, 32, 2))  # fmt: skip
+
+
 def test_a_split_product_is_the_same_every_time(device):
     case = make(device, torch.float32, K=256)
     workspace = make_workspace(device)
@@ -179,7 +217,7 @@ def test_a_stream_may_start_from_a_sum_in_a_wider_row(device, poisoned, dtype):
     assert distance(stream.normed.value, expected.normed.value) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [8, 40])
+@pytest.mark.parametrize("rows", [8, 40, 140])
 def test_the_library_gets_the_same_from_few_rows_and_from_many(device, rows):
     case = make(device, torch.float32, R=rows)
     projection, base = torch.randn(4 * 6, 96).to(device), torch.randn(2, 2, 96).to(device)

@@ -111,14 +111,65 @@ def test_kernel_law_is_the_ranked_row_cut(kind, device, poisoned):
     # the interpreter is slow: each kind of row meets some of the settings
     rows = SETTINGS[KINDS.index(kind) % 4 :: 4]
     logits = some_logits(kind, len(rows), 300)
-    law = call(row_law_triton, device, {"block": 128}, logits=logits, **settings_of(rows))
+    some = {"block": 128, "sorted_sizes": (16, 32)}
+    law = call(row_law_triton, device, some, logits=logits, **settings_of(rows))
     check_law(logits, law, rows)
 
 
 def test_kernel_law_of_a_row_shorter_than_a_chunk(device, poisoned):
     rows = SETTINGS[2:5]
     logits = some_logits("plain", 3, 37)
-    law = call(row_law_triton, device, {"block": 64}, logits=logits, **settings_of(rows))
+    some = {"block": 64, "sorted_sizes": (8, 32)}
+    law = call(row_law_triton, device, some, logits=logits, **settings_of(rows))
+    check_law(logits, law, rows)
+
+
+TIED = ((1.0, 6, 1.0), (1.0, 0, 0.35), (0.7, 9, 0.5), (1.0, 1, 1.0), (1.0, 10**6, 1e-6))
+TIED += ((1.0, 10**6, 0.9999),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [8, 9, 16, 17, 32, 33])
+def test_ties_are_cut_by_id_when_a_list_just_fits_what_is_sorted_or_does_not(
+    vocab, dtype, device, poisoned
+):
+    """All tokens tie, so that a list has them all: sorted as 8 or 16, searched, or not made."""
+    logits = torch.full((len(TIED), vocab), -1.375).to(dtype)
+    some = {"block": 16, "sorted_sizes": (8, 16), "list_size": 32}
+    law = call(row_law_triton, device, some, logits=logits, **settings_of(TIED))
+    check_law(logits, law, TIED)
+
+
+@pytest.mark.parametrize("sizes", [(8, 32), (4, 4)])
+@pytest.mark.parametrize("kind", ["plain", "tied bf16", "minus infinity", "signed zeros"])
+def test_sorted_and_searched_lists_give_the_same_law(kind, sizes, device, poisoned):
+    rows = ((1.0, 9, 1.0), (0.5, 0, 0.9), (1.3, 20, 0.7), (1.0, 1, 0.5), (0.0, 4, 0.5))
+    logits = some_logits(kind, len(rows), 32)
+    logits[:, 0] = 1.0  # whatever the kind, not all of a row is -inf
+    some = {"block": 16, "sorted_sizes": sizes, "list_size": 32}
+    law = call(row_law_triton, device, some, logits=logits, **settings_of(rows))
+    check_law(logits, law, rows)
+
+
+@pytest.mark.parametrize("given", ["top_k", "top_p"])
+def test_one_filter_is_cut_without_the_other(given, device, poisoned):
+    logits = some_logits("plain", 2, 50)
+    rows = ((0.8, 7, 1.0), (0.8, 0, 1.0)) if given == "top_k" else ((0.8, 0, 0.6), (0.8, 0, 1.0))
+    settings = settings_of(rows)
+    arguments = {"temperature": settings["temperature"], given: settings[given]}
+    some = {"block": 32, "sorted_sizes": (8, 32)}
+    check_law(logits, call(row_law_triton, device, some, logits=logits, **arguments), rows)
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (4, 4)])
+def test_a_threshold_is_found_between_neighbouring_floats_of_both_signs(sizes, device, poisoned):
+    """fp32 whose ordered bits differ by one, and by nearly all of 32 bits."""
+    near = torch.tensor([2.0, -2.0, 1e-38, -1e-38, 0.0, -0.0])
+    far = torch.tensor([9.0, -8.0, 3.0])
+    logits = torch.cat([near, near.nextafter(torch.tensor(9.0)), far, far - 20]).repeat(3, 1)
+    rows = ((4.0, 4, 1.0), (4.0, 8, 1.0), (4.0, 13, 0.97))
+    some = {"block": 32, "sorted_sizes": sizes, "list_size": 64}
+    law = call(row_law_triton, device, some, logits=logits, **settings_of(rows))
     check_law(logits, law, rows)
 
 
@@ -126,7 +177,7 @@ def test_kernel_law_of_a_row_shorter_than_a_chunk(device, poisoned):
 def test_a_law_too_flat_for_the_list_is_found_in_the_whole_row(kind, device, poisoned):
     rows = ((1.0, 7, 0.8), (2.0, 0, 0.97))
     logits = some_logits(kind, 2, 100)
-    some = {"block": 64, "list_size": 4}
+    some = {"block": 64, "list_size": 4, "sorted_sizes": (8, 32)}
     law = call(row_law_triton, device, some, logits=logits, **settings_of(rows))
     check_law(logits, law, rows)
 
@@ -149,7 +200,8 @@ def test_rows_without_a_usable_logit_are_marked_and_harm_nobody(form, device):
     logits[0, 70], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, ::2] = -torch.inf
     arguments = settings_of([(1.0, 5, 0.9)] * 5 + [(0.0, 0, 1.0)])
-    law = call(form, device, {"block": 64}, logits=logits, **arguments)
+    some = {"block": 64, "sorted_sizes": (8, 32)}
+    law = call(form, device, some, logits=logits, **arguments)
     assert law.finite.tolist() == [False, False, False, True, True, True]
     assert ((law.argmax >= 0) & (law.argmax < 100)).all()
     good = law_probs(logits, law, arguments["temperature"])[3:]
@@ -180,10 +232,8 @@ def test_arrivals_are_zero_again_so_that_a_launch_can_be_replayed(device):
     logits = to(device, torch.randn(2, 100).bfloat16())
     arguments = to(device, settings_of([(1.0, 5, 1.0), (0.0, 0, 1.0)]))
     arrivals = torch.zeros(2, dtype=torch.int32, device=device)
-    laws = [
-        row_law_triton(logits, **arguments, arrivals=arrivals, block=32, list_size=64)
-        for _ in range(2)
-    ]
+    some = {"arrivals": arrivals, "block": 32, "list_size": 64, "sorted_sizes": (8, 32)}
+    laws = [row_law_triton(logits, **arguments, **some) for _ in range(2)]
     assert all(torch.equal(*pair) for pair in zip(*laws, strict=True))
     assert not arrivals.any()
 
@@ -272,7 +322,6 @@ def test_half_of_a_large_vocabulary_is_impossible_and_never_drawn(form, device):
     tokens = call(
         form,
         device,
-        {"block": 65_536},
         logits=logits,
         law=row_law_reference(logits, temperature),
         temperature=temperature,

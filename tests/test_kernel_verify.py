@@ -61,7 +61,7 @@ def problem(kind, draft, p_rows, keys, counters, final_keys, temperature=0.5):
 def emitted_law(draft, weight, accepted, following):
     """Probability of each emitted sequence: the accepted drafts, then the token that follows."""
     law = {}
-    following = torch.searchsorted(AT, following)
+    following = torch.searchsorted(AT.to(following.device), following)
     for row, n in enumerate(accepted.tolist()):
         path = (*draft[row, :n].tolist(), int(following[row]))
         law[path] = law.get(path, 0.0) + float(weight[row])

@@ -165,7 +165,7 @@ class Cycle:
         if self.drafter is None:
             law, accepted, following = self._sample(logits)
         else:
-            # Acceptance waits for latency, the new context for memory: they run side by side.
+            # Acceptance waits for latency, the new keys for memory: they run side by side.
             with self._beside():
                 self.extend_context()
             law, accepted, following = self._accept(logits, draft, q)
@@ -219,15 +219,24 @@ class Cycle:
         taps = None if self.drafter is None else self.taps
         rows = run_layers(trunk, stream, side.keys, side.values, self.progress.start, True,
                           side.scratch, taps)  # fmt: skip
+        if taps is not None:
+            with self._beside():
+                self._fuse_features()
         return linear(rows, side.head, side.head_bias)
 
-    def extend_context(self) -> None:
-        """Keys and values of the block's features, behind the context in the drafter's cache."""
-        side, batch = self.small, len(self.progress.start)
+    def _fuse_features(self) -> None:
+        """The context's hidden states. They are ready before the head and take as long as it does
+        to read, so the launches in between cost nothing here."""
         features = self.features.to(self.drafter.dtype)
-        fused = linear(Rows(features), self.drafter.fc.weight, workspace=side.scratch.product)
-        stream = start_stream(fused, self.context_norm)
-        new = linear(stream.normed, self.context_weight, self.context_bias)
+        scratch = self.small.scratch.product
+        fused = linear(Rows(features), self.drafter.fc.weight, workspace=scratch)
+        self.context = start_stream(fused, self.context_norm).normed
+
+    def extend_context(self) -> None:
+        """Keys and values of the verified block, behind the context in the drafter's cache."""
+        self._join()
+        side, batch = self.small, len(self.progress.start)
+        new = linear(self.context, self.context_weight, self.context_bias)
         store_context(
             new.unflatten(0, (batch, self.rows)), self.key_norms, self.context_norm.eps, side.keys,
             side.values, self.progress.start, side.trunk.cos, side.trunk.sin,

@@ -77,7 +77,7 @@ def make_scratch(trunk: Trunk, batch: int, rows: int, capacity: int) -> Scratch:
     block = (batch, trunk.num_kv_heads, rows, trunk.num_heads)
     splits = default_splits(*block, capacity, device)
     workspace = attention_workspace(*block, trunk.head_dim, splits, device)
-    return Scratch(make_workspace(device), workspace, splits)
+    return Scratch(make_workspace(device, batch * rows), workspace, splits)
 
 
 def refusal(target: Target) -> str | None:
