@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from .linear import Conv, Tiling, fuses, launch_options, product, row_tile
+from .linear import Conv, product
+from .linear_plan import Tiling, fuses, launch_options, row_tile
 from .stream import Rows, finish_norm, finish_norm_reference, load_squares, row_scale, tile_options
 from .tools import interpreting, jit, launches_early, next_power_of_2, on_gpu, prefetch_rows, tl
 

@@ -13,15 +13,14 @@ from dflash2_lab.kernels.conv_project import (
 from dflash2_lab.kernels.grouped_conv import grouped_conv
 from dflash2_lab.kernels.linear import (
     Conv,
-    Tiling,
     linear,
     linear_add,
     linear_add_reference,
     linear_add_triton,
     linear_reference,
     linear_triton,
-    make_workspace,
 )
+from dflash2_lab.kernels.linear_plan import Tiling, make_workspace
 from dflash2_lab.kernels.stream import (
     Norm,
     Rows,

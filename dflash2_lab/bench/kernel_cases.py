@@ -18,7 +18,8 @@ from dflash2_lab.kernels.candidate_selector import select
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 from dflash2_lab.kernels.conv_project import conv_project
 from dflash2_lab.kernels.grouped_conv import grouped_conv
-from dflash2_lab.kernels.linear import linear, linear_add, make_workspace
+from dflash2_lab.kernels.linear import linear, linear_add
+from dflash2_lab.kernels.linear_plan import make_workspace
 from dflash2_lab.kernels.row_law import row_law
 from dflash2_lab.kernels.stream import Norm, Rows
 from dflash2_lab.kernels.token_rank import token_rank

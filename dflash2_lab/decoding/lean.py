@@ -19,7 +19,8 @@ from dflash2_lab.kernels.attention_plan import default_splits
 from dflash2_lab.kernels.attention_plan import make_workspace as attention_workspace
 from dflash2_lab.kernels.block_attention import block_attention
 from dflash2_lab.kernels.conv_project import conv_project
-from dflash2_lab.kernels.linear import Workspace, linear, linear_add, make_workspace
+from dflash2_lab.kernels.linear import linear, linear_add
+from dflash2_lab.kernels.linear_plan import Workspace, make_workspace
 from dflash2_lab.kernels.stream import Norm, Rows, Stream
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.target import Target
