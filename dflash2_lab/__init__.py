@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dflash2_lab import plots
     from dflash2_lab.decoding.api import decode
     from dflash2_lab.errors import LabError
+    from dflash2_lab.losslessness.verifying import verify
     from dflash2_lab.models.io import load_drafter, save_drafter
     from dflash2_lab.prompts import load_prompts
     from dflash2_lab.recording import record
@@ -33,6 +34,7 @@ __all__ = [
     "replay",
     "save_drafter",
     "trace",
+    "verify",
 ]
 
 
@@ -49,6 +51,7 @@ def __getattr__(name: str) -> object:
         "replay": "replaying",
         "save_drafter": "models.io",
         "trace": "tracing",
+        "verify": "losslessness.verifying",
     }
     if name == "plots":
         return import_module("dflash2_lab.plots")

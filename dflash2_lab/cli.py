@@ -119,6 +119,10 @@ def _prompts(command: argparse.ArgumentParser) -> None:
         '"self:N" (N prompts written by the target); or gsm8k, math500, humaneval, mbpp, mt_bench',
     )
     command.add_argument("--limit", type=int, default=None, help="use only the first N prompts")
+    _template(command)
+
+
+def _template(command: argparse.ArgumentParser) -> None:
     command.add_argument("--system", default=None, help="system prompt (default: the template's)")
     command.add_argument(
         "--template-option",
@@ -236,6 +240,9 @@ def _decode_options(command: argparse.ArgumentParser) -> None:
         "--batch-size", type=int, default=8, help="rows decoded together by the graph engine"
     )
     command.add_argument(
+        "--acceptance", default="token", choices=("token", "block"), help="verification rule"
+    )
+    command.add_argument(
         "--out", type=Path, default=None, help="run folder for the steps table (default: none)"
     )
     command.set_defaults(run=_lazy("decode", "decode_commands"))
@@ -258,6 +265,12 @@ def _verify_replay_options(command: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=None, help="run folder for verify.json (default: none)"
     )
     command.set_defaults(run=_lazy("verify_replay", "verify_commands"))
+
+
+def _verify_options(command: argparse.ArgumentParser) -> None:
+    from dflash2_lab.losslessness.options import add_verify_options
+
+    add_verify_options(command)
 
 
 def _train_options(command: argparse.ArgumentParser) -> None:
@@ -349,6 +362,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "verify-replay": (
         "check that decoding and replaying a recording tell the same, greedy or sampled",
         _verify_replay_options,
+    ),
+    "verify": (
+        "test samples of any engine for the target's law, or the tests for what they catch",
+        _verify_options,
     ),
     "train": ("train a DFlash or DFlash 2 drafter on traces", _train_options),
     "inspect": ("show a drafter checkpoint and every problem in it", _inspect_options),

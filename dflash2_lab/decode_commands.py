@@ -37,7 +37,7 @@ def decode(arguments: argparse.Namespace) -> Result:
     if not arguments.json:
         stream = Stream(target, sys.stdout, headed=num_responses > 1)
     options = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "policy", "engine")
-    options += ("batch_size", "out", "num_draft", "samples", "max_total")
+    options += ("batch_size", "out", "num_draft", "samples", "max_total", "acceptance")
     result = decode_prompts(
         target,
         drafter,
@@ -160,6 +160,7 @@ def summary(result: DecodeResult, drafter: str) -> dict[str, Any]:
         "policy": result.policy,
         "num_draft": result.num_draft,
         "engine": result.engine,
+        "acceptance": result.acceptance_rule,
         "acceptance_length": None,
     }
     if acceptance is not None:

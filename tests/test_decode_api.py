@@ -127,6 +127,21 @@ def test_sampled_output_stays_inside_the_filters_under_every_policy(target, kind
         assert (p.gather(-1, torch.tensor(response)[:, None]) > 0).all()
 
 
+def test_the_acceptance_rule_reaches_the_engine_and_is_on_record(target, tmp_path):
+    outputs = {
+        rule: decode(target, tiny_drafter(), PROMPTS, 30, 0.3, acceptance=rule, out=tmp_path / rule)
+        for rule in ("token", "block")
+    }
+    for rule, output in outputs.items():
+        assert output.acceptance_rule == rule
+        assert Run.open(tmp_path / rule, "decode").info["acceptance"] == rule
+    # The same random numbers lead to other steps.
+    assert outputs["token"].tokens != outputs["block"].tokens
+    greedy = [decode(target, tiny_drafter(), PROMPTS, 12, acceptance=rule) for rule in outputs]
+    assert greedy[0].tokens == greedy[1].tokens
+    assert greedy[0].steps.equals(greedy[1].steps)
+
+
 def test_responses_end_where_the_positions_or_the_total_do(target):
     prompt = PROMPTS[0]
     length = len(render(target, prompt))
@@ -189,6 +204,11 @@ BAD = {
     "a negative temperature": ({"temperature": -1.0}, "temperature: found -1"),
     "an unknown policy": ({"policy": "oracle@5"}, "policies: found"),
     "an unknown engine": ({"engine": "fast"}, "engine: found 'fast', expected 'eager' or 'graph'"),
+    "an unknown rule": ({"acceptance": "tree"}, "acceptance: found 'tree', expected 'token' or"),
+    "a rule that the graph engine lacks": (
+        {"acceptance": "block", "engine": "graph"},
+        "acceptance 'block' found, expected 'token'; block verification needs engine='eager'",
+    ),
     "too many slots": ({"num_draft": 4}, "num_draft: found 4, expected 1 to 3"),
     "no prompt": ({"prompts": []}, "no prompt"),
     "a prompt twice": ({"prompts": [PROMPTS[0]] * 2}, "'p0' comes twice"),

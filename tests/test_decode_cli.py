@@ -103,10 +103,12 @@ def test_without_a_drafter_the_text_is_the_same(made, expected, capsys):
 
 
 def test_sampling_options_reach_the_decoder(made, capsys):
-    words = ["--prompt", "hi", "--temperature", 1.5, "--seed", 3, "--samples", 2, "--num-draft", 1]
+    words = ["--prompt", "hi", "--temperature", 1.5, "--seed", 3, "--samples", 2, "--num-draft", 2]
+    words += ["--acceptance", "block"]
     assert main(arguments(made, *words, "--policy", "sampled", "--limit", 1, "--json")) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["policy"], result["num_draft"], len(result["responses"])) == ("sampled", 1, 2)
+    assert (result["policy"], result["num_draft"], len(result["responses"])) == ("sampled", 2, 2)
+    assert result["acceptance"] == "block"
     target = load_target(made / "target")
     again = decode(
         target,
@@ -116,8 +118,9 @@ def test_sampling_options_reach_the_decoder(made, capsys):
         temperature=1.5,
         seed=3,
         samples=2,
-        num_draft=1,
+        num_draft=2,
         policy="sampled",
+        acceptance="block",
     )
     assert [response["text"] for response in result["responses"]] == again.texts
 
@@ -133,6 +136,10 @@ BAD = {
     "a policy and no drafter": (
         ["--prompt", "hi", "--drafter", "none", "--policy", "top1"],
         "without a drafter",
+    ),
+    "a rule that the graph engine lacks": (
+        ["--prompt", "hi", "--acceptance", "block", "--engine", "graph"],
+        "block verification needs engine='eager'",
     ),
     "a bad temperature": (["--prompt", "hi", "--temperature", "-1"], "temperature"),
     "a prompt longer than the positions": (["--prompt", "x" * 600], "512 positions"),

@@ -24,7 +24,7 @@ from dflash2_lab.decoding import steps
 from dflash2_lab.decoding.api import decode
 from dflash2_lab.decoding.eager import EagerEngine
 from dflash2_lab.decoding.requests import Decoded, steps_frame
-from dflash2_lab.decoding.steps import accept
+from dflash2_lab.decoding.steps import ACCEPTANCES, accept
 from dflash2_lab.errors import LabError
 from dflash2_lab.prompts import Prompt
 from dflash2_lab.published import published_model
@@ -58,6 +58,31 @@ def test_greedy_decode_is_the_targets_own(target, greedy, kind, policy):
         decoded = engine.run([request(policy, limit=8)])[0]
         assert decoded.response_ids == greedy[:8]
         assert decoded.finish == "length"
+
+
+@pytest.mark.parametrize("kind", OWN_POLICY)
+def test_greedy_decode_is_the_same_by_both_rules(kind):
+    target, drafter, policy = two_word_target(), tiny_drafter(kind), OWN_POLICY[kind]
+    found = [
+        EagerEngine(target, drafter, policy, acceptance=rule).run([request(policy, limit=24)])
+        for rule in ACCEPTANCES
+    ]
+    assert found[0] == found[1]
+    assert len(set(found[0][0].accepted_raw)) > 1
+
+
+def test_the_engine_verifies_by_the_rule_it_was_given(target, monkeypatch):
+    rules = []
+    monkeypatch.setattr(
+        "dflash2_lab.decoding.eager.accept", lambda *args: rules.append(args[-1]) or accept(*args)
+    )
+    for rule in ACCEPTANCES:
+        engine = EagerEngine(target, tiny_drafter(), "selector", acceptance=rule)
+        engine.run([request("selector", limit=3, sampling=HOT)])
+        assert set(rules) == {rule}
+        rules.clear()
+    with pytest.raises(LabError, match="acceptance: found 'tree', expected 'token' or 'block'"):
+        EagerEngine(target, tiny_drafter(), "selector", acceptance="tree")
 
 
 @pytest.mark.parametrize(("kind", "policy"), ALL_POLICIES)
@@ -403,14 +428,14 @@ def test_sampled_drafts_are_those_of_a_recording_of_the_response(kind, policy, m
         assert proposal.tokens[: len(path)].tolist() == path
 
 
-def law_pvalue(kind, policy, num=300):
+def law_pvalue(kind, policy, acceptance="token", num=300):
     """Chi-square of the second and third token of many responses against their exact law, on a
     vocabulary of six."""
     law = Sampling(1.0, top_k=4)
     target = tiny_target(vocab_size=6)
     drafter = tiny_drafter(kind, vocab_size=6, mask_token_id=5)
     requests = [request(policy, (3, 1, 4), 3, law, seed=seed) for seed in range(num)]
-    decoded = EagerEngine(target, drafter, policy).run(requests)
+    decoded = EagerEngine(target, drafter, policy, acceptance=acceptance).run(requests)
     accepted = [found.accepted_raw[0] > 0 for found in decoded]
     assert sum(accepted) > num / 50
 
@@ -435,15 +460,16 @@ def law_pvalue(kind, policy, num=300):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "policy"), ALL_POLICIES)
-def test_sampled_decode_has_the_law_of_the_target(kind, policy):
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+def test_sampled_decode_has_the_law_of_the_target(kind, policy, acceptance):
     # Case A7: under every policy.
-    assert law_pvalue(kind, policy) > 1e-4
+    assert law_pvalue(kind, policy, acceptance) > 1e-4
 
 
 @pytest.mark.slow
 def test_a_decode_that_accepts_too_often_is_noticed(monkeypatch):
-    def lenient(p, proposal, uniform, final):
-        return accept(p, proposal, uniform / 2, final)
+    def lenient(p, proposal, uniform, *rest):
+        return accept(p, proposal, uniform / 2, *rest)
 
     monkeypatch.setattr("dflash2_lab.decoding.eager.accept", lenient)
     assert law_pvalue("dflash", "sampled") < 1e-6

@@ -12,10 +12,12 @@ from helpers import tiny_target
 
 from dflash2_lab.decoding import steps
 from dflash2_lab.decoding.steps import (
+    ACCEPTANCES,
     DrafterRow,
     Proposal,
     TargetRow,
     accept,
+    block_weights,
     check_row,
     draws,
     residual,
@@ -23,6 +25,7 @@ from dflash2_lab.decoding.steps import (
 )
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import inverse_cdf
+from dflash2_lab.losslessness.enumeration import enumerate_law
 from dflash2_lab.sampling import Sampling, filter_logits
 
 # In quarters, so that ratios p / q and residuals are multiples of 1/12 and a sum over a grid of 12
@@ -97,12 +100,81 @@ def test_the_residual_is_normalised_and_falls_back_to_p():
     np.testing.assert_array_equal(residual(p, p), p.double())
 
 
-def test_a_ratio_of_one_is_always_accepted_and_zero_never():
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+def test_a_ratio_of_one_is_always_accepted_and_zero_never(acceptance):
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     top = torch.tensor([1 - 2.0**-48], dtype=torch.float64)
     for uniform in (top, 0 * top):
-        assert accept(p, Proposal(torch.tensor([1]), p[:1]), uniform, top[0]).num == 1
-        assert accept(p, Proposal(torch.tensor([0])), uniform, top[0]) == (0, 1)
+        right = Proposal(torch.tensor([1]), p[:1])
+        assert accept(p, right, uniform, top[0], acceptance).num == 1
+        assert accept(p, Proposal(torch.tensor([0])), uniform, top[0], acceptance) == (0, 1)
+
+
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+@pytest.mark.parametrize("form", [*FORMS, "one-hot"])
+def test_each_rule_has_the_target_law_for_each_form_of_q(form, acceptance):
+    # All thresholds, not a grid of numbers: those of the block rule lie anywhere.
+    def draft(_context, noise):
+        tokens = inverse_cdf(Q_LAWS.double(), noise.draft)
+        return Proposal(tokens) if form == "one-hot" else FORMS[form](tokens)
+
+    law = enumerate_law(
+        draft,
+        lambda _c, proposal, noise: accept(
+            P_LAWS.double(), proposal, noise.accept, noise.final, acceptance
+        ),
+        lambda context: P_LAWS[len(context) - 1].double().numpy(),
+        num_blocks=1,
+        num_draft=2,
+    )
+    assert law.worst < 1e-15
+
+
+def test_weights_of_the_block_rule_by_hand():
+    # p / q of the drafts 2, 0: 1/3 and 0; of 0, 2: 2 and 1; of 2, 1: 1/3 and 2.
+    proposals = [FORMS["vocabulary"](torch.tensor(path)) for path in ((2, 0), (0, 2), (2, 1))]
+    expected = [([1, 1 / 3, 0], [0, 0]), ([1, 1, 1], [1 / 4, 1]), ([1, 1 / 3, 2 / 3], [0, 2 / 3])]
+    for proposal, (weights, left) in zip(proposals, expected, strict=True):
+        found = block_weights(P_LAWS, proposal)
+        np.testing.assert_allclose(found[0], weights, atol=1e-12)
+        np.testing.assert_allclose(found[1], left, atol=1e-12)
+        assert found[0].dtype == found[1].dtype == torch.float64
+
+
+def test_the_last_test_of_the_block_rule_that_passes_counts():
+    # One-hot q: w = 1, 0.4, 0.2, s = 0.4 * (1 - 0.5), w_2, so h = 0.2 / 0.8, 0.2.
+    p = torch.tensor([[0.6, 0.4], [0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
+    proposal = Proposal(torch.tensor([1, 0]))
+    for first, second, num, token in (
+        (0.26, 0.21, 0, 0),
+        (0.24, 0.21, 1, 1),
+        (0.26, 0.19, 2, 1),  # although the first test fails
+        (0.24, 0.19, 2, 1),
+    ):
+        uniform = torch.tensor([first, second], dtype=torch.float64)
+        assert accept(p, proposal, uniform, uniform[0], "block") == (num, token)
+
+
+def test_the_rules_are_one_for_one_hot_laws_and_for_one_draft():
+    for seed in range(200):
+        uniform = draws(seed, 0, 5, P_LAWS.device)
+        drafts, right = (torch.randint(3, (4 + more,)) for more in (0, 1))
+        p = torch.eye(3)[right]
+        found = [accept(p, Proposal(drafts), uniform[:4], uniform[4], r) for r in ACCEPTANCES]
+        hits = (drafts == right[:4]).cumprod(0).sum()
+        assert found == [(hits, right[hits])] * 2
+        law = torch.softmax(torch.randn(3, 6), dim=-1)
+        one = Proposal(inverse_cdf(law[:1], uniform[1:2]), law[:1])
+        found = [accept(law[1:], one, uniform[:1], uniform[4], r) for r in ACCEPTANCES]
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+def test_without_drafts_the_next_token_is_a_draw_from_p(acceptance):
+    empty = torch.empty(0)
+    for final in GRID:
+        found = accept(P_LAWS[:1], Proposal(empty.long()), empty.double(), final, acceptance)
+        assert found == (0, inverse_cdf(P_LAWS[0], final))
 
 
 def draft_once(target, drafter, policy, sampling, context=9, anchor_id=77, key=5):
@@ -166,7 +238,8 @@ def test_the_drawn_law_is_the_kept_law(kind, policy, monkeypatch):
     assert (proposal.law.double().sum(-1) - 1).abs().max() < 1e-6
 
 
-def test_no_token_outside_the_truncated_law_is_ever_emitted():
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+def test_no_token_outside_the_truncated_law_is_ever_emitted(acceptance):
     # Case A8: drafts from anywhere, p cut to few tokens.
     logits = torch.randn(3, 50) * 3
     p = filter_logits(logits, 0.8, 0.9, 20)
@@ -174,7 +247,7 @@ def test_no_token_outside_the_truncated_law_is_ever_emitted():
         law = torch.softmax(torch.randn(2, 50), dim=-1)
         proposal = Proposal(inverse_cdf(law, draws(seed, 0, 2, law.device)), law)
         uniform = draws(seed, 2, 3, law.device)
-        num, token = accept(p, proposal, uniform[:2], uniform[2])
+        num, token = accept(p, proposal, uniform[:2], uniform[2], acceptance)
         for slot, emitted in enumerate([*proposal.tokens[:num].tolist(), token]):
             assert p[slot, emitted] > 0
 

@@ -1,8 +1,9 @@
 """Coupled replay has the joint law of tokens and accepted counts of live speculative decoding.
 
 Both sides are enumerated on three tokens in float64 and compared to 1e-12: live decoding over
-drafts, acceptances, residual and bonus draws; replay over traces of the target, accepted by the
-functions of dflash2_lab.replaying. Drafter laws depend on the whole context and the path so far.
+drafts, acceptances, residual and bonus draws, by the rules written out here and by the decoder's
+own verifier; replay over traces of the target, accepted by the functions of dflash2_lab.replaying.
+Drafter laws depend on the whole context and the path so far.
 """
 
 import itertools
@@ -10,8 +11,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+import torch
 from recordings import Request, make_run
 
+from dflash2_lab.decoding.steps import Proposal, accept
+from dflash2_lab.kernels.candidate_selector import inverse_cdf
+from dflash2_lab.losslessness.enumeration import enumerate_block
 from dflash2_lab.replaying import accept_law, expected_walk, replay
 
 V = 3
@@ -112,11 +117,37 @@ def block_rule(path, p, q):
 RULES = {"token": token_rule, "block": block_rule}
 
 
-def live_two_blocks(toy, start, num_draft, rule):
+def verified_block(toy, context, num_draft, acceptance):
+    """As `live_block`, by every branch of the decoder's own `accept`."""
+
+    def draft(context, noise):
+        path, laws, ids = (), [], None
+        for slot in range(num_draft):
+            laws.append(torch.from_numpy(toy.q(context, path)))
+            path += (int(inverse_cdf(laws[-1], noise.draft[slot])),)
+        if toy.kind == "selector_greedy":
+            return Proposal(torch.tensor(path))
+        law = torch.stack(laws)
+        if toy.kind == "selector":
+            ids = np.array([toy.laws["ids", context, slot] for slot in range(num_draft)])
+            ids = torch.from_numpy(ids)
+            law = law.gather(-1, ids)
+        return Proposal(torch.tensor(path), law, ids)
+
+    def verify(context, proposal, noise):
+        path = tuple(proposal.tokens.tolist())
+        p = np.array([toy.p(context + path[:slot]) for slot in range(num_draft + 1)])
+        return accept(torch.from_numpy(p), proposal, noise.accept, noise.final, acceptance)
+
+    for tokens, chance in enumerate_block(draft, verify, context, num_draft).law.items():
+        yield tokens[:-1], tokens[-1], chance
+
+
+def live_two_blocks(toy, start, num_draft, rule, block=live_block):
     law = defaultdict(float)
-    for path, last, chance in live_block(toy, start, num_draft, rule):
+    for path, last, chance in block(toy, start, num_draft, rule):
         first = (*path, last)
-        for second, end, rest in live_block(toy, start + first, num_draft, rule):
+        for second, end, rest in block(toy, start + first, num_draft, rule):
             law[len(path), len(second), (*first, *second, end)] += chance * rest
     return law
 
@@ -156,6 +187,26 @@ def test_joint_law_over_two_blocks_equals_live_decoding(kind, acceptance, num_dr
     toy = Toy(kind, seed)
     live = live_two_blocks(toy, (0,), num_draft, RULES[acceptance])
     assert_same_law(live, replay_two_blocks(toy, (0,), num_draft, acceptance))
+
+
+@pytest.mark.parametrize("acceptance", ["token", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_joint_law_over_two_blocks_of_the_decoders_verifier_is_the_replays(kind, acceptance):
+    toy = Toy(kind, 1)
+    live = live_two_blocks(toy, (0,), 2, acceptance, verified_block)
+    assert_same_law(live, replay_two_blocks(toy, (0,), 2, acceptance))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_slots_of_the_decoders_verifier_have_the_law_of_the_written_out_rules(kind):
+    toy = Toy(kind, 2)
+    for acceptance, rule in RULES.items():
+        laws = defaultdict(float), defaultdict(float)
+        blocks = live_block(toy, (0,), 3, rule), verified_block(toy, (0,), 3, acceptance)
+        for law, block in zip(laws, blocks, strict=True):
+            for path, last, chance in block:
+                law[(*path, last)] += chance
+        assert_same_law(*laws)
 
 
 def test_three_slots_and_the_block_rule_accepts_more():

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 LIGHT = (
     *("errors", "schema", "tables", "blocks", "intervals", "stats", "plots", "figures"),
     *("browser", "report", "cli"),
+    *(f"losslessness.{name}" for name in ("statistics", "battery", "monitor", "toy")),
+    *(f"losslessness.{name}" for name in ("two_sample", "sample_report", "certificate")),
 )
 
 

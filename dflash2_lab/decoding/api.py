@@ -76,7 +76,8 @@ class DecodeResult:
         tokens_per_second: tokens that came after a response's first ones, over the seconds in which
             some response was between its first and its last token; None when there is none.
         stop_ids: token ids that end a response: the union over configs and tokenizer.
-        engine, policy, num_draft: what was run (policy None and num_draft 0: no drafter).
+        engine, policy, num_draft, acceptance_rule: what was run (policy None and num_draft 0: no
+            drafter).
     """
 
     tokens: list[list[int]] = field(repr=False)
@@ -89,6 +90,7 @@ class DecodeResult:
     engine: str
     policy: str | None
     num_draft: int
+    acceptance_rule: str
 
 
 def decode(
@@ -108,6 +110,7 @@ def decode(
     on_tokens: OnTokens | None = None,
     samples: int = 1,
     max_total: int | None = None,
+    acceptance: str = "token",
 ) -> DecodeResult:
     """Answer every turn of every prompt by speculative decoding, `samples` times.
 
@@ -123,6 +126,8 @@ def decode(
         num_draft: slots verified a step, at most those that the drafter was trained on (None).
         on_tokens: told the turn and the tokens of every step (instead of a progress bar).
         max_total: limit of prompt and response together; the target's positions are one too.
+        acceptance: the verifier's rule, "token" or "block" (Sun et al. 2024: accepts more drafts at
+            a temperature above 0, with the same law of the tokens; eager engine).
 
     Raises:
         LabError: bad options, prompts without room for a response, a drafter that does not fit, a
@@ -138,9 +143,9 @@ def decode(
         policy = default_policy(Run({"drafter": {"kind": drafter.settings.kind}}))
     window = verify_window(target, drafter, policy, num_draft)
     options = {"engine": engine, "policy": policy, "num_draft": window, "seed": seed}
-    options |= counts | {"max_total": max_total}
+    options |= counts | {"max_total": max_total, "acceptance": acceptance}
     places = min(batch_size, samples * len(prompts))
-    make = partial(_engine, engine, target, drafter, policy, num_draft, places)
+    make = partial(_engine, engine, target, drafter, policy, num_draft, acceptance, places)
     capacity = _longest(target, prompts, max_new_tokens, max_total)
     machine = make(capacity)
     if out is not None:
@@ -249,15 +254,16 @@ def _engine(
     drafter: Drafter | None,
     policy: str | None,
     num_draft: int | None,
+    acceptance: str,
     batch_size: int,
     max_total: int,
 ) -> Any:
     if name == "eager":
-        return EagerEngine(target, drafter, policy, num_draft)
+        return EagerEngine(target, drafter, policy, num_draft, acceptance)
     if name == "graph":
         from dflash2_lab.decoding.graph import GraphEngine
 
-        return GraphEngine(target, drafter, policy, batch_size, max_total, num_draft)
+        return GraphEngine(target, drafter, policy, batch_size, max_total, num_draft, acceptance)
     raise LabError(f"engine: found {name!r}, expected 'eager' or 'graph'")
 
 
@@ -335,4 +341,5 @@ def _result(
         engine=options["engine"],
         policy=policy,
         num_draft=window,
+        acceptance_rule=options["acceptance"],
     )

@@ -17,6 +17,8 @@ from dflash2_lab.decoding.requests import (
     verify_window,
 )
 from dflash2_lab.decoding.steps import (
+    ACCEPTANCES,
+    Accepted,
     DrafterRow,
     Proposal,
     TargetRow,
@@ -25,6 +27,7 @@ from dflash2_lab.decoding.steps import (
     draws,
     target_law,
 )
+from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import inverse_cdf
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.target import Target
@@ -34,8 +37,8 @@ class EagerEngine:
     """Decodes requests one after the other; without a drafter, token by token.
 
     The full trained block is always drafted; `num_draft` is how many of its slots are verified
-    (None: all). Raises `LabError` for a drafter, policy or window that does not fit, and for a
-    target whose cache cannot be rolled back.
+    (None: all), by the rule `acceptance` of `steps`. Raises `LabError` for a drafter, policy or
+    window that does not fit, an unknown rule, and a target whose cache cannot be rolled back.
     """
 
     def __init__(
@@ -44,9 +47,13 @@ class EagerEngine:
         drafter: Drafter | None,
         policy: str | None,
         num_draft: int | None = None,
+        acceptance: str = "token",
     ):
+        if acceptance not in ACCEPTANCES:
+            raise LabError(f"acceptance: found {acceptance!r}, expected 'token' or 'block'")
         self.num_draft = verify_window(target, drafter, policy, num_draft)
         self.target, self.drafter, self.policy = target, drafter, policy
+        self.acceptance = acceptance
         self.layer_ids = () if drafter is None else drafter.settings.target_layer_ids
         self.device = target.device
         with torch.inference_mode():
@@ -76,21 +83,17 @@ class EagerEngine:
         if drafts is not None:
             drafts.commit(features)
         law = target_law(self.target, logits, request.sampling)[0]
-        first = draws(request.keys["prefill"], 0, 1, self.device)[0]
+        first = self._uniforms(request.keys["prefill"], 0, 1)[0]
         response, accepted_raw = [int(inverse_cdf(law, first))], []
         emit(response[:])
         while not (finish := finish_reason(response, request)):
             anchor, last = len(response) - 1, response[-1]
-            proposal = self._draft(drafts, request, anchor, last)
+            proposal = self._draft(row, drafts, request, anchor, last)
             proposal = proposal.first(min(self.num_draft, request.max_new_tokens - len(response)))
             span = proposal.tokens.tolist()
             logits, features = row.extend([last, *span])
-            num, token = accept(
-                target_law(self.target, logits, request.sampling),
-                proposal,
-                self._draws(request, "accept", anchor)[: len(span)],
-                draws(request.keys["final"], anchor, 1, self.device)[0],
-            )
+            laws = target_law(self.target, logits, request.sampling)
+            num, token = self._accept(request, anchor, laws, proposal)
             tokens = cut_at_end([*span[:num], token], request, len(response))
             # The last emitted token is the next anchor, which neither side has seen yet.
             row.roll_back(1 + len(span) - len(tokens))
@@ -107,14 +110,25 @@ class EagerEngine:
         return TargetRow(self.target, self.layer_ids), DrafterRow(self.drafter, self.target)
 
     def _draft(
-        self, drafts: DrafterRow | None, request: Request, anchor: int, last: int
+        self, row: TargetRow, drafts: DrafterRow | None, request: Request, anchor: int, last: int
     ) -> Proposal:
         if drafts is None:
             return Proposal(torch.empty(0, dtype=torch.long, device=self.device))
         uniform = self._draws(request, self.policy, anchor)
         return drafts.draft(last, self.policy, request.sampling, uniform)
 
+    def _accept(
+        self, request: Request, anchor: int, p: torch.Tensor, proposal: Proposal
+    ) -> Accepted:
+        """Verify the proposal by the target's laws `p` [P + 1, V] at its slots and after them."""
+        uniform = self._draws(request, "accept", anchor)[: len(proposal.tokens)]
+        final = self._uniforms(request.keys["final"], anchor, 1)[0]
+        return accept(p, proposal, uniform, final, self.acceptance)
+
     def _draws(self, request: Request, role: str, anchor: int) -> torch.Tensor:
         """One number for each slot of the trained block, whatever the window."""
         slots = 0 if self.drafter is None else self.drafter.settings.num_draft
-        return draws(request.keys[role], anchor * slots, slots, self.device)
+        return self._uniforms(request.keys[role], anchor * slots, slots)
+
+    def _uniforms(self, key: int, first: int, num: int) -> torch.Tensor:
+        return draws(key, first, num, self.device)

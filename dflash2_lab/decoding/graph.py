@@ -43,8 +43,8 @@ class GraphEngine:
     """Decodes requests on static memory, `batch_size` at a time, of at most `max_total` tokens.
 
     Dense Llama, Qwen2 and Qwen3 targets. Raises `LabError` for another architecture, a drafter,
-    policy or window that does not fit, and when the GPU's memory does not suffice; the memory is
-    free again then.
+    policy or window that does not fit, another acceptance rule than "token", and when the GPU's
+    memory does not suffice; the memory is free again then.
     """
 
     def __init__(
@@ -55,7 +55,13 @@ class GraphEngine:
         batch_size: int,
         max_total: int,
         num_draft: int | None = None,
+        acceptance: str = "token",
     ):
+        if acceptance != "token":
+            raise LabError(
+                f"graph engine: acceptance {acceptance!r} found, expected 'token'; block "
+                "verification needs engine='eager'"
+            )
         if batch_size < 1 or max_total < 2:
             raise LabError(
                 f"graph engine: batch_size {batch_size} and max_total {max_total} found, expected "

@@ -1,14 +1,28 @@
 """The steps of speculative decoding for one row: draft, verify, accept, commit, roll back.
 
-A step at an anchor drafts a block, verifies [anchor, drafts] in one target pass, and accepts draft
-x_i while u_i q_i(x_i) < p_i(x_i). After the first refusal the next token comes from the residual
-(p - q)+ / |(p - q)+|, after none from p, so that every token has the law p (Leviathan et al. 2023,
-Chen et al. 2023). At T = 0 all laws are one-hot and the rule is equality with the target's argmax.
-What goes from one step to the next is a span of tokens and its q.
+A step at an anchor drafts a block and verifies [anchor, drafts] in one target pass, by one of two
+rules under which every emitted token has the law p. Either accepts n of P drafts; the next token
+comes from the residual (w_n p_n+1 - q_n+1)+, normalised, and after all P drafts from p_P+1.
+
+"token" (Leviathan et al. 2023, Chen et al. 2023): draft x_i is accepted while u_i q_i(x_i) <
+p_i(x_i); all w_n = 1.
+
+"block" (Sun et al. 2024, arXiv 2403.10444, algorithm 2): w_0 = 1, w_i = min(1, w_i-1 p_i(x_i) /
+q_i(x_i)). Each slot is tested, u_i < h_i, and n is the last one that passes (none: 0). With the
+laws p_i+1 and q_i+1 after x_1..i,
+
+    h_i = s_i / (s_i + 1 - w_i),   s_i = sum over x of (w_i p_i+1(x) - q_i+1(x))+,   h_P = w_P.
+
+Given the emitted tokens, n >= i has probability min(1, min over j <= i of prod over l <= j of
+q_l / p_l), never less than the prod over l <= i of min(1, q_l / p_l) of the rule "token".
+
+At T = 0 all laws are one-hot and both rules are equality with the target's argmax. What goes from
+one step to the next is a span of tokens and its q.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,6 +38,8 @@ from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, markov_logits
 from dflash2_lab.sampling import Sampling, filter_logits, uniforms
 from dflash2_lab.target import Target, layer_outputs
+
+ACCEPTANCES = ("token", "block")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,27 +152,56 @@ def accept(
     proposal: Proposal,
     uniform: Float[Tensor, " P"],
     final: Float[Tensor, ""],
+    acceptance: str = "token",
 ) -> Accepted:
     """Verify a proposal: `p` are the target's laws at its P slots and after them (P1 = P + 1).
 
-    `uniform` decides the acceptance tests and `final` the one residual or bonus draw; all of it in
-    float64.
+    `uniform` decides the acceptance tests and `final` the one residual or bonus draw, by the rule
+    `acceptance` of the module's first lines; all of it in float64.
     """
-    at_slots = p[:-1].double().gather(-1, proposal.tokens[:, None])[:, 0]
-    num = int((uniform * proposal.mass() < at_slots).cumprod(-1).sum())
-    law = (
-        p[num]
-        if num == len(proposal.tokens)
-        else residual(p[num], proposal.dense(num, p.shape[-1]))
-    )
-    return Accepted(num, int(inverse_cdf(law, final)))
+    num_slots, law = len(proposal.tokens), p
+    if acceptance == "block":
+        weights, left = block_weights(p, proposal)
+        passed = uniform * (left + 1 - weights[1:]) < left
+        num = num_slots - int((~passed).flip(-1).cumprod(-1).sum())
+        law = weights[:, None] * p
+    else:
+        passed = uniform * proposal.mass() < at_tokens(p, proposal)
+        num = int(passed.cumprod(-1).sum())
+    after = p[num] if num == num_slots else residual(law[num], proposal.dense(num, p.shape[-1]))
+    return Accepted(num, int(inverse_cdf(after, final)))
+
+
+def at_tokens(p: Float[Tensor, "P1 V"], proposal: Proposal) -> Float[Tensor, " P"]:
+    """p of the drafted tokens, float64."""
+    return p[:-1].double().gather(-1, proposal.tokens[:, None])[:, 0]
+
+
+def block_weights(
+    p: Float[Tensor, "P1 V"], proposal: Proposal
+) -> tuple[Float[Tensor, " P1"], Float[Tensor, " P"]]:
+    """w_0..w_P and s_1..s_P of block verification, float64; s_P = w_P, which makes h_P = w_P."""
+    ratios = (at_tokens(p, proposal) / proposal.mass()).tolist()
+    # The order of `min` keeps a NaN (a token that neither law has), which fails every test.
+    running = accumulate(ratios, lambda w, ratio: min(w * ratio, 1.0), initial=1.0)
+    weights = torch.tensor(list(running), dtype=torch.float64, device=p.device)
+    left = [
+        excess(weights[slot] * p[slot].double(), proposal.dense(slot, p.shape[-1])).sum()
+        for slot in range(1, len(ratios))
+    ]
+    return weights, torch.stack([*left, weights[-1]])[: len(ratios)]
 
 
 def residual(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
     """(p - q)+ with sum 1, float64; p itself where nothing is left (equal laws, up to rounding)."""
-    left = (p.double() - q.double()).clamp_min(0.0)
+    left = excess(p, q)
     total = left.sum()
     return left / total if total > 0 else p.double()
+
+
+def excess(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+    """(p - q)+, float64."""
+    return (p.double() - q.double()).clamp_min(0.0)
 
 
 class TargetRow:
@@ -251,10 +296,14 @@ class DrafterRow:
     def draft(
         self, anchor_id: int, policy: str, sampling: Sampling, uniform: Float[Tensor, " P"]
     ) -> Proposal:
-        """The full block after an anchor that follows the committed context.
+        """The policy's path through the full block after an anchor that follows the committed
+        context. Raises `LabError` naming the first part whose values are not finite."""
+        return propose(self.block(anchor_id, policy, sampling, uniform), policy)
 
-        Raises `LabError` naming the first part whose values are not finite.
-        """
+    def block(
+        self, anchor_id: int, policy: str, sampling: Sampling, uniform: Float[Tensor, " P"]
+    ) -> Block:
+        """What the drafter says about that block."""
         drafter, target = self.drafter, self.target
         anchors = torch.tensor([[self.length]], device=target.device)
         ids = drafter.block_ids(torch.full_like(anchors, anchor_id))
@@ -269,7 +318,7 @@ class DrafterRow:
         logits = drafter.logits(hidden.to(target.dtype), target.head)
         check_logits(logits[0], f"drafter {drafter.name}: the output head is not finite")
         before = torch.full((1, hidden.shape[1]), anchor_id, device=target.device)
-        block = Block(
+        return Block(
             drafter=drafter,
             embedding=embedding,
             hidden=hidden,
@@ -279,4 +328,3 @@ class DrafterRow:
             sampling=sampling,
             uniforms={policy: uniform[None]},
         )
-        return propose(block, policy)

@@ -1,0 +1,1 @@
+"""Statistical tests that decoding leaves the target's law of tokens untouched."""

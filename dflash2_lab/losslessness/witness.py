@@ -1,0 +1,232 @@
+"""A decode that keeps what its verifier saw and did, and what that says of the emitted tokens.
+
+The reference engine decodes; its proposals, the verifier's laws and every random number that is
+used are kept. The laws p that the tokens are held against come from elsewhere: one plain pass over
+prompt and response, with a softmax in float64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dflash2_lab.decoding.eager import EagerEngine
+from dflash2_lab.decoding.requests import Request
+from dflash2_lab.decoding.steps import Accepted, DrafterRow, Proposal, TargetRow, residual
+from dflash2_lab.errors import LabError
+from dflash2_lab.losslessness.arms import draft
+from dflash2_lab.losslessness.battery import Drafted, Emitted
+from dflash2_lab.losslessness.scoring import residual_pit, score
+from dflash2_lab.models.drafter import Drafter
+from dflash2_lab.sampling import Sampling, filter_logits
+from dflash2_lab.target import Target
+
+
+class Step(NamedTuple):
+    """One verify step: what was offered, the verifier's laws at the tokens that left it, how many
+    drafts it took, and the numbers that drove the drafts."""
+
+    anchor: int
+    proposal: Proposal
+    laws: Float[Tensor, "n V"]
+    num: int
+    uniform: Float[Tensor, " P"]
+
+
+@dataclass
+class Testimony:
+    """What one response leaves behind. `keys` are the (key, counter) of all random numbers used."""
+
+    request: Request
+    response: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    rows: tuple[TargetRow, DrafterRow] | None = None
+
+
+class Witness(EagerEngine):
+    """The reference engine under one arm's drafter, with its testimony of the current response."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, policy: str, arm: str, acceptance: str = "token"
+    ):
+        super().__init__(target, drafter, policy, acceptance=acceptance)
+        self.arm = arm
+
+    def testify(self, request: Request) -> Testimony:
+        """Decode one request. Raises `LabError` as `run` does."""
+        self.found = Testimony(request)
+        self.found.response = self.run([request])[0].response_ids
+        if not any(len(step.proposal.tokens) for step in self.found.steps):
+            raise LabError(
+                f"drafter {self.drafter.name}: no drafts proposed in "
+                f"{len(self.found.steps)} steps, so that nothing was verified"
+            )
+        return self.found
+
+    def _rows(self) -> tuple[TargetRow, DrafterRow | None]:
+        self.found.rows = super()._rows()
+        return self.found.rows
+
+    def _uniforms(self, key: int, first: int, num: int) -> Tensor:
+        self.found.keys += [(key, first + index) for index in range(num)]
+        return super()._uniforms(key, first, num)
+
+    def _draft(
+        self, row: TargetRow, drafts: DrafterRow | None, request: Request, anchor: int, last: int
+    ) -> Proposal:
+        self.uniform = self._draws(request, self.policy, anchor)
+        return draft(self.arm, row, drafts, last, self.policy, request.sampling, self.uniform)
+
+    def _accept(
+        self, request: Request, anchor: int, p: Float[Tensor, "P1 V"], proposal: Proposal
+    ) -> Accepted:
+        found, laws = self._verdict(request, anchor, p, proposal)
+        laws = laws[: found.num + 1].clone()
+        self.found.steps.append(Step(anchor, proposal, laws, found.num, self.uniform))
+        return found
+
+    def _verdict(
+        self, request: Request, anchor: int, p: Float[Tensor, "P1 V"], proposal: Proposal
+    ) -> tuple[Accepted, Float[Tensor, "P1 V"]]:
+        """What the verifier says, and the laws that it said it by."""
+        return super()._accept(request, anchor, p, proposal), p
+
+    def left(self, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """The verifier's residual law as a function of one p and q."""
+        return residual(p, q)
+
+
+class Evidence(NamedTuple):
+    """A response against the target's own laws: for the batteries, and [n] numbers of the audit.
+
+    Attributes:
+        emitted, drafted: as the batteries take them.
+        implied: total variation between the law that the rule gives with the verifier's own p and
+            q, and that p.
+        moved: total variation between the verifier's p and the independent one.
+        outside: tokens that p rules out, by rounding at a filter's edge or by a fault.
+        edge: how far the farthest of them is behind that edge (see `behind_edge`), 0 without any.
+    """
+
+    emitted: Emitted
+    drafted: Drafted
+    implied: Float[np.ndarray, " m"]
+    moved: Float[np.ndarray, " m"]
+    outside: int
+    edge: float
+
+
+@torch.inference_mode()
+def independent_laws(
+    target: Target, request: Request, response: Sequence[int]
+) -> tuple[Float[Tensor, "n V"], Float[Tensor, "n V"]]:
+    """p of every response token and its logits, float64, from one plain pass."""
+    ids = torch.tensor([[*request.prompt_ids, *response]], device=target.device)
+    keep = len(response) + 1
+    logits = target.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0, :-1]
+    return law_of(logits.double(), request.sampling), logits.double()
+
+
+def law_of(logits: Float[Tensor, "n V"], sampling: Sampling) -> Float[Tensor, "n V"]:
+    """p of rows of logits."""
+    return filter_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+
+
+def weigh(engine: Witness, found: Testimony, stream: int) -> Evidence:
+    """Hold a response of `engine` against its target."""
+    target = engine.target
+    tokens = torch.tensor(found.response, device=target.device)
+    p, logits = independent_laws(target, found.request, found.response)
+    q, slot = p.clone(), torch.full_like(tokens, -1)
+    implied, moved = [], []
+    for step in found.steps:
+        num_slots = len(step.proposal.tokens)
+        for place, own in enumerate(step.laws):
+            at = step.anchor + 1 + place
+            if at >= len(tokens):
+                break  # a bonus token that the length limit cut
+            slot[at] = place
+            own = own.double()
+            moved.append(_distance(own, p[at]))
+            if place == num_slots:
+                continue
+            reported = step.proposal.dense(place, p.shape[-1])
+            q[at] = reported / reported.sum()  # as a direction; its sum is a gate of the audit
+            taken = torch.minimum(own, reported)
+            law = taken + (1 - taken.sum()) * engine.left(own, reported)
+            implied.append(_distance(law, own))
+    inside = p.gather(-1, tokens[:, None])[:, 0] > 0
+    emitted = Emitted(
+        score(tokens[inside], p[inside], q[inside]),
+        np.full(int(inside.sum()), stream),
+        inside.nonzero()[:, 0].cpu().numpy(),
+        slot[inside].cpu().numpy(),
+    )
+    drafted = _drafted(found, tokens, p, q)
+    edges = [
+        behind_edge(logits[at], int(tokens[at]), found.request.sampling)
+        for at in (~inside).nonzero()[:, 0].tolist()
+    ]
+    implied, moved = np.array(implied), np.array(moved)
+    return Evidence(emitted, drafted, implied, moved, len(edges), max(edges, default=0.0))
+
+
+def behind_edge(logits: Float[Tensor, " V"], token: int, sampling: Sampling) -> float:
+    """How far a token is behind a filter's edge: its logit below the last one of top-k, or the mass
+    ranked before it beyond top-p."""
+    kept = filter_logits(logits, sampling.temperature, 1.0, sampling.top_k)
+    if kept[token] == 0:
+        return float(logits[kept > 0].min() - logits[token])
+    return float(kept[logits > logits[token]].sum()) - sampling.top_p
+
+
+def _distance(a: Float[Tensor, " V"], b: Float[Tensor, " V"]) -> float:
+    return float((a - b).abs().sum()) / 2
+
+
+def _drafted(
+    found: Testimony, tokens: Int[Tensor, " n"], p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]
+) -> Drafted:
+    """The verifier's log. A draft counts as reached when the token of its place was emitted."""
+    heat, variance, third, below, mass, accepted, chance = ([] for _ in range(7))
+    refused, bonus = [], []
+    for step in found.steps:
+        proposal = step.proposal
+        own = proposal.mass()
+        law = torch.ones_like(own)[:, None] if proposal.law is None else proposal.law.double()
+        logs = law.clamp_min(torch.finfo(law.dtype).tiny).log()
+        mean = (law * logs).sum(-1)
+        heat.append(own.log() - mean)
+        variance.append((law * (logs - mean[:, None]).square()).sum(-1))
+        third.append((law * (logs - mean[:, None]) ** 3).sum(-1))
+        below.append((law * (law > own[:, None])).sum(-1))
+        # Equal masses lie side by side: their order does not matter to a randomised transform.
+        mass.append((law * (law == own[:, None])).sum(-1))
+        reached = torch.arange(len(own), device=own.device) <= step.num
+        at = step.anchor + 1 + torch.arange(len(own), device=own.device).clamp_max(step.num)
+        ratio = p[at.clamp_max(len(tokens) - 1)].gather(-1, proposal.tokens[:, None])[:, 0] / own
+        chance.append(torch.where(reached, ratio.clamp_max(1.0), torch.nan))
+        accepted.append(torch.arange(len(own), device=own.device) < step.num)
+        last = step.anchor + 1 + step.num
+        if last < len(tokens):
+            (bonus if step.num == len(own) else refused).append(last)
+    chances = torch.cat(chance)
+    columns = (torch.cat(x).cpu().numpy() for x in (heat, variance, below, mass))
+    pit = residual_pit(tokens[refused], p[refused], q[refused])
+    plain = score(tokens[bonus], p[bonus]) if bonus else None
+    empty = np.zeros(0)
+    return Drafted(
+        *columns,
+        (~chances.isnan()).cpu().numpy(),
+        torch.cat(accepted).cpu().numpy(),
+        chances.nan_to_num(0.0).cpu().numpy(),
+        *pit,
+        empty if plain is None else plain.below,
+        empty if plain is None else plain.mass,
+        torch.cat(third).cpu().numpy(),
+    )

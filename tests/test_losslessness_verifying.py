@@ -1,0 +1,145 @@
+"""The whole verification with real (tiny) models: right decodes pass, planted faults are found."""
+
+import numpy as np
+import pytest
+import torch
+from drafters import tiny_drafter
+from helpers import tiny_target
+
+from dflash2_lab.decoding.steps import Proposal
+from dflash2_lab.errors import LabError
+from dflash2_lab.losslessness.audit import wrong_draws
+from dflash2_lab.losslessness.certificate import as_json, page
+from dflash2_lab.losslessness.faults import CONTROLS, FAULTS
+from dflash2_lab.losslessness.injection import INJECTED
+from dflash2_lab.losslessness.verifying import LEVELS, Plan, lengths, verify
+from dflash2_lab.prompts import Prompt
+from dflash2_lab.sampling import Sampling
+
+PROMPTS = [Prompt(f"p{index}", ("go on" + "!" * index,), "set") for index in range(9)]
+HOT = Sampling(1.0)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_target(), tiny_drafter("dflash2")
+
+
+def run(pair, arm, *, sampling=HOT, tokens=100, **options):
+    plan = Plan(tokens, 10, (arm,), seed=options.pop("seed", 0))
+    options = {"policy": "selector"} | options
+    return verify(*pair, PROMPTS, sampling=sampling, plan=plan, **options)
+
+
+@pytest.mark.parametrize("acceptance", ["token", "block"])
+@pytest.mark.parametrize("arm", ["realistic", "opposite", "near-perfect"])
+def test_a_right_decode_passes(pair, arm, acceptance):
+    found = run(pair, arm, sampling=Sampling(0.8, 0.95, 50), acceptance=acceptance)
+    assert found.passed
+    result = found.arms[0]
+    assert result.tokens == 100
+    assert {"opposite": 1, "realistic": 1, "near-perfect": 2}[arm] <= result.acceptance_length
+    assert bool(result.component) == (acceptance == "token")
+
+
+# Which of the checks is the one that must speak; a gate does not need many tokens.
+FOUND_BY = {
+    "target-rows-off-by-one": ("near-perfect", "target"),
+    "p-untempered": ("realistic", "target"),
+    "q-reported-uniform": ("realistic", "draws"),
+    "q-untempered": ("realistic", "draws"),
+    "draft-untempered": ("realistic", "draws"),
+    "q-bfloat16": ("realistic", "q sums"),
+    "q-unfiltered": ("realistic", "draws"),
+    "argmax-draw-soft-q": ("realistic", "draws"),
+    "residual-is-p": ("opposite", "rule"),
+    "residual-absolute": ("opposite", "rule"),
+    "residual-argmax": ("opposite", "rule"),
+    "residual-candidates-only": ("realistic", "rule"),
+    "uniform-shared-draft-acceptance": ("realistic", "random numbers"),
+    "uniform-shared-acceptance-residual": ("opposite", "random numbers"),
+    "accept-p-alone": ("near-perfect", "accept_flags"),
+    "accept-inverted": ("opposite", "accept_flags"),
+    "first-token-unverified": ("opposite", "accept_flags"),
+}
+
+
+QUICK = ("target-rows-off-by-one", "q-bfloat16", "residual-is-p", "accept-inverted")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FOUND_BY],
+)
+def test_a_planted_fault_is_found_by_the_check_that_names_it(pair, name):
+    arm, check = FOUND_BY[name]
+    sampling = Sampling(0.7) if "tempered" in name else HOT
+    tokens = 200 if check == "accept_flags" else 100
+    found = run(pair, arm, inject=name, sampling=sampling, tokens=tokens)
+    result = found.arms[0]
+    assert not found.passed
+    faults = {gate.name for gate in result.checks if not gate.passed} | set(result.rejected)
+    assert check in faults
+    assert "FAILED" in page(found) and check in page(found)
+
+
+@pytest.mark.parametrize("name", ["one-hot-consistent", "filtered-q-consistent", "correct"])
+def test_what_only_looks_like_a_fault_passes(pair, name):
+    assert run(pair, "realistic", inject=name).passed
+
+
+def test_the_catalogue_knows_every_name_that_can_be_planted():
+    assert set(INJECTED) <= {*FAULTS, *CONTROLS}
+
+
+def test_draws_are_those_of_the_reported_law():
+    law = torch.tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]])
+    ids = torch.tensor([[7, 3, 5], [1, 2, 4]])
+    uniform = torch.tensor([0.25, 0.5, 0.9], dtype=torch.float64)
+    assert wrong_draws(Proposal(torch.tensor([3, 1]), law, ids), uniform) == 0
+    assert wrong_draws(Proposal(torch.tensor([5, 2]), law, ids), uniform) == 2
+
+
+def test_lengths_are_unequal_and_sum_up():
+    found = lengths(1365, 24)
+    assert sum(found) == 1365 and len(set(found)) >= 3 and min(found) > 0
+    assert LEVELS["pr"] < LEVELS["nightly"] < LEVELS["release"]
+
+
+def test_a_certificate_says_what_was_run_and_what_was_not_shown(pair):
+    found = run(pair, "realistic")
+    record = as_json(found)
+    assert record["passed"] and record["configuration"]["policy"] == "selector"
+    assert record["arms"][0]["checks"][0]["passed"]
+    assert 0 < record["smallest_tv"] < 1
+    text = page(found)
+    assert "Not shown" in text and "realistic: 100 tokens" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_the_same_seed_gives_the_same_numbers(pair):
+    first, again, other = (run(pair, "realistic", seed=seed).arms[0] for seed in (1, 1, 2))
+    assert first.pit == again.pit and first.log_e == again.log_e
+    assert not np.isclose(first.pit["ks"], other.pit["ks"])
+
+
+BAD = {
+    "greedy": ({"sampling": Sampling()}, "temperature: found 0"),
+    "too few": ({"tokens": 99}, "expected a prompt and 100 tokens"),
+    "an unknown arm": ({"arm": "friendly"}, "arms: found ['friendly']"),
+    "an unknown fault": ({"inject": "nonsense"}, "inject: found 'nonsense'"),
+    "a fault in another rule": (
+        {"inject": "residual-is-p", "acceptance": "block"},
+        "found acceptance 'block'",
+    ),
+    "a policy of others": ({"policy": "markov"}, "a dflash2 drafter has"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_verified_is_told(pair, case):
+    options, message = BAD[case]
+    options = {"arm": "realistic"} | options
+    with pytest.raises(LabError) as error:
+        run(pair, options.pop("arm"), **options)
+    assert message in str(error.value)
