@@ -13,8 +13,10 @@ from dflash2_lab.losslessness.certificate import as_json, page
 from dflash2_lab.losslessness.faults import CONTROLS, FAULTS
 from dflash2_lab.losslessness.injection import INJECTED
 from dflash2_lab.losslessness.verifying import LEVELS, Plan, lengths, verify
+from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import Prompt
 from dflash2_lab.sampling import Sampling
+from dflash2_lab.target import load_target
 
 PROMPTS = [Prompt(f"p{index}", ("go on" + "!" * index,), "set") for index in range(9)]
 HOT = Sampling(1.0)
@@ -143,3 +145,14 @@ def test_what_cannot_be_verified_is_told(pair, case):
     with pytest.raises(LabError) as error:
         run(pair, options.pop("arm"), **options)
     assert message in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [HOT, Sampling(0.8, 0.95, 50)], ids=["plain", "filtered"])
+def test_the_gates_hold_for_smollm2_with_its_drafter(sampling):
+    """A float32 law of 49,152 tokens sums to 1 up to 1e-5, which is rounding and no fault."""
+    target = load_target("smollm2-135m", dtype="float32", device="cpu")
+    drafter = load_drafter("zoo:dflash2", target=target, dtype="float32", device="cpu")
+    found = verify(target, drafter, sampling=sampling, plan=Plan(90, 3))
+    assert found.passed
+    assert found.arms[2].acceptance_length > found.arms[1].acceptance_length

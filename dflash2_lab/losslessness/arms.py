@@ -58,6 +58,7 @@ def near_perfect(
     for slot in range(len(uniform)):
         logits, _ = row.extend([previous])
         p = target_law(row.target, logits, sampling)[0].double()
+        p /= p.sum()
         own = filter_logits(block.logits[0, slot].double(), sampling.temperature)
         laws.append(_OWN_SHARE * p + (1 - _OWN_SHARE) * own)
         previous = int(inverse_cdf(laws[-1], uniform[slot]))

@@ -157,6 +157,8 @@ def weigh(engine: Witness, found: Testimony, stream: int) -> Evidence:
                 continue
             reported = step.proposal.dense(place, p.shape[-1])
             q[at] = reported / reported.sum()  # as a direction; its sum is a gate of the audit
+            # A float32 law of a large vocabulary sums to 1 up to 1e-5: `moved` counts that.
+            own = own / own.sum()
             taken = torch.minimum(own, reported)
             law = taken + (1 - taken.sum()) * engine.left(own, reported)
             implied.append(_distance(law, own))
