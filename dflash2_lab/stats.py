@@ -43,6 +43,7 @@ __all__ = [
     "default_policy",
     "degenerate_output",
     "headroom",
+    "own_policy",
     "path_by_slot",
     "recall_by_slot",
     "suffix_decay",
@@ -59,7 +60,11 @@ def default_policy(run: Run) -> str:
     Raises:
         LabError: a drafter of another kind.
     """
-    kind = run.info.get("drafter", {}).get("kind")
+    return own_policy(run.info.get("drafter", {}).get("kind"))
+
+
+def own_policy(kind: str | None) -> str:
+    """The policy of a kind of drafter, as `default_policy`."""
     if kind not in _DEFAULT_POLICIES:
         raise LabError(f"drafter.kind: found {kind!r}, expected one of {[*_DEFAULT_POLICIES]}")
     return _DEFAULT_POLICIES[kind]

@@ -12,9 +12,10 @@ from sample_files import GREEDY, PROMPTS, WARM, draw_lines, write_lines
 from dflash2_lab.errors import LabError
 from dflash2_lab.losslessness import samples
 from dflash2_lab.losslessness.battery import smallest_tv
+from dflash2_lab.losslessness.edges import law_at
 from dflash2_lab.losslessness.sample_file import assume_sampling, prompt_hash, read_samples
 from dflash2_lab.losslessness.sample_rows import resolve
-from dflash2_lab.losslessness.samples import audit_samples, law_at
+from dflash2_lab.losslessness.samples import audit_samples
 from dflash2_lab.prompts import Prompt, render
 from dflash2_lab.sampling import Sampling, filter_logits
 

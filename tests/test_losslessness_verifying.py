@@ -8,11 +8,12 @@ from helpers import tiny_target
 
 from dflash2_lab.decoding.steps import Proposal
 from dflash2_lab.errors import LabError
-from dflash2_lab.losslessness.audit import wrong_draws
+from dflash2_lab.losslessness.audit import state_error, wrong_draws
 from dflash2_lab.losslessness.certificate import as_json, page
 from dflash2_lab.losslessness.faults import CONTROLS, FAULTS
 from dflash2_lab.losslessness.injection import INJECTED
-from dflash2_lab.losslessness.verifying import LEVELS, Plan, lengths, verify
+from dflash2_lab.losslessness.verifying import LEVELS, Plan, lengths, requests_of, verify
+from dflash2_lab.losslessness.witness import Witness
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import Prompt
 from dflash2_lab.sampling import Sampling
@@ -100,6 +101,30 @@ def test_draws_are_those_of_the_reported_law():
     uniform = torch.tensor([0.25, 0.5, 0.9], dtype=torch.float64)
     assert wrong_draws(Proposal(torch.tensor([3, 1]), law, ids), uniform) == 0
     assert wrong_draws(Proposal(torch.tensor([5, 2]), law, ids), uniform) == 2
+
+
+@pytest.mark.parametrize("side", ["target", "drafter"])
+def test_a_cache_with_another_token_in_it_is_seen(pair, side):
+    engine = Witness(*pair, "selector", "realistic")
+    asked = requests_of(pair[0], PROMPTS, [9], HOT, 0, "realistic", "selector")[0]
+    found = engine.testify(asked)
+    assert state_error(found) < 1e-4
+    row, drafts = found.rows
+    with torch.inference_mode():
+        _keep_another(row, drafts, side)
+    assert state_error(found) > 1e-2
+
+
+def _keep_another(row, drafts, side):
+    kept = row.cache.layers[1].keys if side == "target" else drafts.keys[0][0]
+    kept[..., -1, :] = kept[..., -2, :].clone()
+
+
+def test_rounding_in_fewer_bits_is_refused(pair):
+    target = tiny_target()
+    target.model.bfloat16()
+    with pytest.raises(LabError, match=r"found torch\.bfloat16, expected float32"):
+        run((target, pair[1]), "realistic")
 
 
 def test_lengths_are_unequal_and_sum_up():

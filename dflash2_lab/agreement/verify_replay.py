@@ -41,7 +41,7 @@ from dflash2_lab.prompts import Prompt, prompt_set_hash
 from dflash2_lab.recording import record
 from dflash2_lab.replaying import replay
 from dflash2_lab.sampling import Sampling
-from dflash2_lab.stats import default_policy
+from dflash2_lab.stats import own_policy
 from dflash2_lab.tables import Run, open_folder, write_atomic, write_run_info
 from dflash2_lab.target import Target
 from dflash2_lab.tracing import run_info, trace
@@ -84,7 +84,7 @@ def verify_replay(
         LabError: as `trace`, `record`, `replay` and the engines.
     """
     if policy is None:
-        policy = default_policy(Run({"drafter": {"kind": drafter.settings.kind}}))
+        policy = own_policy(drafter.settings.kind)
     if batch_size < 1:
         raise LabError(f"batch_size: found {batch_size}, expected a positive number")
     window = EagerEngine(target, drafter, policy, num_draft).num_draft  # or says what does not fit

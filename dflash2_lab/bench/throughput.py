@@ -31,8 +31,7 @@ from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import drafter_identity, load_drafter
 from dflash2_lab.prompts import Prompt, prompt_set_hash, render
 from dflash2_lab.sampling import Sampling
-from dflash2_lab.stats import default_policy
-from dflash2_lab.tables import Run
+from dflash2_lab.stats import own_policy
 from dflash2_lab.target import Target
 
 log = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ def bench_throughput(
     sides = {PLAIN: SideOf(None, None)}
     for name in drafter_names:
         drafter = load_drafter(name, target=target, dtype=dtype, device=target.device)
-        policy = default_policy(Run({"drafter": {"kind": drafter.settings.kind}}))
+        policy = own_policy(drafter.settings.kind)
         sides[name] = SideOf(drafter, policy)
     shape = shape_of(target)
     if len(sides) > 1:

@@ -32,7 +32,7 @@ from dflash2_lab.prompts import Prompt, prompt_set_hash, render
 from dflash2_lab.replaying import Walk, acceptance_lengths, path_estimates, request_sums
 from dflash2_lab.sampling import Sampling
 from dflash2_lab.schema import empty_frame
-from dflash2_lab.stats import default_policy
+from dflash2_lab.stats import own_policy
 from dflash2_lab.tables import Run, open_folder, write_run_info, write_shard
 from dflash2_lab.target import Target
 from dflash2_lab.tracing import Turn, check_prompts, run_info, take_turns, template_info
@@ -140,7 +140,7 @@ def decode(
             raise LabError(f"{name}: found {count}, expected a positive number")
     check_prompts(target, prompts, max_total)
     if drafter is not None and policy is None:
-        policy = default_policy(Run({"drafter": {"kind": drafter.settings.kind}}))
+        policy = own_policy(drafter.settings.kind)
     window = verify_window(target, drafter, policy, num_draft)
     options = {"engine": engine, "policy": policy, "num_draft": window, "seed": seed}
     options |= counts | {"max_total": max_total, "acceptance": acceptance}

@@ -24,17 +24,17 @@ from dflash2_lab.losslessness.witness import Evidence, Testimony
 
 _RULE_LIMIT = 1e-6  # total variation, for laws in float32
 _LAW_SUM = 1e-6
+_LAW_LIMIT = 1e-3  # total variation of float32 passes of two shapes; measured: 1e-5
 _STATE_LIMIT = 2e-4  # of float32 caches, relative to their largest entry; measured: 1e-5
 
 
 def audit(
-    testimonies: Sequence[Testimony], evidence: Sequence[Evidence], state: float, eps: float
+    testimonies: Sequence[Testimony], evidence: Sequence[Evidence], state: float
 ) -> list[Check]:
-    """The gates of a decode. `state` is the largest `state_error`, `eps` the dtype's step."""
+    """The gates of a decode. `state` is the largest `state_error`."""
     implied = np.concatenate([part.implied for part in evidence])
     moved = np.concatenate([part.moved for part in evidence])
     steps = [step for found in testimonies for step in found.steps]
-    wide = max(1.0, eps / torch.finfo(torch.float32).eps)
     wrong = sum(wrong_draws(step.proposal, step.uniform) for step in steps)
     sums = max((law_error(step.proposal) for step in steps), default=0.0)
     used = Counter(key for found in testimonies for key in found.keys)
@@ -44,14 +44,8 @@ def audit(
         Check("q sums", sums, _LAW_SUM, "largest distance of a reported q's sum from 1"),
         Check("random numbers", twice, 0, "random numbers used more than once"),
         Check("rule", _largest(implied), _RULE_LIMIT, "TV of the rule's law, verifier's p and q"),
-        Check("target", _largest(moved), 1e-3 * wide, "TV of the verifier's p, independent p"),
-        Check(
-            "support",
-            max(part.edge for part in evidence),
-            1e-3 * wide,
-            "farthest token behind the edge of top-k or top-p",
-        ),
-        Check("state", state, _STATE_LIMIT * wide, "caches against the committed tokens alone"),
+        Check("target", _largest(moved), _LAW_LIMIT, "TV of the verifier's p, independent p"),
+        Check("state", state, _STATE_LIMIT, "caches against the committed tokens alone"),
     ]
 
 

@@ -34,7 +34,7 @@ class ArmResult:
     tokens: int
     drafts: int
     acceptance_length: float
-    outside: int
+    num_edge: int
     checks: tuple[Check, ...]
     pit: Mapping[str, float]
     component: Mapping[str, float]
@@ -69,8 +69,8 @@ class Certificate:
     @property
     def smallest_tv(self) -> float:
         """The smallest total variation per token that an arm's tokens could have shown."""
-        level = self.budget.level("pit") / 12  # the first step of Holm
-        return max(smallest_tv(arm.tokens, level) for arm in self.arms)
+        level = self.budget.level("pit")  # divided by the tests: the first step of Holm
+        return max(smallest_tv(arm.tokens, level / len(arm.pit)) for arm in self.arms)
 
 
 def as_json(certificate: Certificate) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def _arm(arm: ArmResult) -> Sequence[str]:
         lines.append(f"{name:16s}  {value:9.3g}{'  REJECTED' if name in arm.rejected else ''}")
     end = "never stopped" if arm.stopped is None else f"STOPPED after {arm.stopped} tokens"
     lines.append(f"{'monitor':16s}  log E = {arm.log_e:.2f}, {end}")
-    if arm.outside:
-        lines.append(f"{arm.outside} tokens at the edge of top-k or top-p, left out of the tests")
+    if arm.num_edge:
+        lines.append(f"{arm.num_edge} tokens at the edge of top-k or top-p, by rounding")
     return [*lines, ""]
 
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from scipy.special import expit, logit
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
@@ -29,10 +28,10 @@ from dflash2_lab.agreement.noise_band import Noise, _noise
 from dflash2_lab.decoding.steps import TargetRow, check_logits, check_row
 from dflash2_lab.errors import LabError
 from dflash2_lab.losslessness.battery import Emitted, holm, pit_tests, smallest_tv
+from dflash2_lab.losslessness.edges import law_at
 from dflash2_lab.losslessness.sample_rows import Row
 from dflash2_lab.losslessness.scoring import concat, score
 from dflash2_lab.losslessness.verifying import LEVELS
-from dflash2_lab.sampling import Sampling, filter_logits
 from dflash2_lab.target import Target
 
 VERDICTS = ("equal", "tie-level", "no difference", "inconclusive", "differ", "bug")  # best first
@@ -193,37 +192,6 @@ def _sampled(
             for place in outside[:_LISTED].tolist()
         ],
     }
-
-
-def law_at(
-    logits: Float[Tensor, "n V"], tokens: Int[Tensor, " n"], sampling: Sampling, band: float
-) -> tuple[Float[Tensor, "n V"], int]:
-    """Laws of some rows, and how many of the tokens are at the edge of a cut (module docstring).
-
-    Args:
-        logits: float64.
-        band: how far rounding moves the difference of two logits.
-    """
-    law = filter_logits(logits, **asdict(sampling))
-    num_edge = 0
-    for row in (law.gather(-1, tokens[:, None])[:, 0] == 0).nonzero()[:, 0].tolist():
-        moved = filter_logits(logits[row], **asdict(_moved_cut(logits[row], sampling, 2 * band)))
-        if moved[tokens[row]] > 0:
-            law[row] = moved
-            num_edge += 1
-    return law, num_edge
-
-
-def _moved_cut(logits: Float[Tensor, " V"], sampling: Sampling, slack: float) -> Sampling:
-    """Filters that keep whatever the given ones may keep once differences of logits have moved by
-    `slack`: then the odds of any set of tokens have moved by the factor exp(slack / T) at most."""
-    top_p, top_k = sampling.top_p, sampling.top_k
-    if top_p < 1:
-        top_p = float(expit(logit(top_p) + slack / sampling.temperature))
-    if 0 < top_k < len(logits):
-        last = logits.topk(top_k).values[-1]
-        top_k = int((logits >= last - slack).sum())
-    return replace(sampling, top_p=top_p, top_k=top_k)
 
 
 def _greedy(target: Target, rows: Sequence[Row], band: float) -> dict[str, Any]:

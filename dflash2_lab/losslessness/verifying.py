@@ -30,8 +30,7 @@ from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.policies import check_policies
 from dflash2_lab.prompts import Prompt, load_prompts, render
 from dflash2_lab.sampling import Sampling
-from dflash2_lab.stats import default_policy
-from dflash2_lab.tables import Run
+from dflash2_lab.stats import own_policy
 from dflash2_lab.target import Target
 
 LEVELS: Mapping[str, int] = {"pr": 4_096, "nightly": 32_768, "release": 65_536}
@@ -113,11 +112,16 @@ def verify(
     """
     if sampling.greedy:
         raise LabError("temperature: found 0, expected more: greedy decodes are for verify-replay")
+    if target.dtype not in (torch.float32, torch.float64):
+        raise LabError(
+            f"dtype: found {target.dtype}, expected float32: rounding in fewer bits hides what the "
+            "gates look for"
+        )
     if inject is not None and acceptance != "token":
         raise LabError(f"inject {inject!r}: found acceptance {acceptance!r}, expected 'token'")
     plan = plan or plan_of(level)
     prompts = load_prompts("default") if prompts is None else prompts
-    policy = policy or default_policy(Run({"drafter": {"kind": drafter.settings.kind}}))
+    policy = policy or own_policy(drafter.settings.kind)
     check_policies((policy,), drafter.settings.kind)
     check_arms(plan.arms, policy)
     share = plan.tokens // len(plan.arms)
@@ -162,8 +166,7 @@ def _try_arm(engine: Witness, requests: Sequence[Request], budget: Budget, seed:
         state = max(state, state_error(found))
         facts.append(found)
         _forget(found)
-    eps = torch.finfo(engine.target.dtype).eps
-    return judge(engine.arm, facts, evidence, state, eps, budget, seed, engine.acceptance)
+    return judge(engine.arm, facts, evidence, state, budget, seed, engine.acceptance)
 
 
 def _forget(found: Testimony) -> None:
@@ -177,7 +180,6 @@ def judge(
     facts: Sequence[Testimony],
     evidence: Sequence[Evidence],
     state: float,
-    eps: float,
     budget: Budget,
     seed: int,
     acceptance: str,
@@ -197,8 +199,8 @@ def judge(
         tokens=sum(len(found.response) for found in facts),
         drafts=len(drafted.reached),
         acceptance_length=emitted_by_steps / verified,
-        outside=sum(part.outside for part in evidence),
-        checks=tuple(audit(facts, evidence, state, eps)),
+        num_edge=sum(part.num_edge for part in evidence),
+        checks=tuple(audit(facts, evidence, state)),
         pit=pit,
         component=component,
         rejected=tuple(rejected),
