@@ -195,6 +195,13 @@ def _record_options(command: argparse.ArgumentParser) -> None:
         "--keep-candidates", action="store_true", help="store candidate ids and scores"
     )
     command.add_argument("--no-attention", action="store_true", help="leave attention shares out")
+    command.add_argument(
+        "--attention-sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep what each slot attends to, key by key, at N anchors a trace",
+    )
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
     command.set_defaults(run=_lazy("record"))
 
@@ -262,6 +269,9 @@ def _verify_replay_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--batch-size", type=int, default=8, help="rows of the graph engine")
     command.add_argument(
+        "--acceptance", default="token", choices=("token", "block"), help="verification rule"
+    )
+    command.add_argument(
         "--out", type=Path, default=None, help="run folder for verify.json (default: none)"
     )
     command.set_defaults(run=_lazy("verify_replay", "verify_commands"))
@@ -317,14 +327,10 @@ def _inspect_options(command: argparse.ArgumentParser) -> None:
 
 
 def _figures_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "runs", nargs="+", metavar="[NAME=]RUN", help="record runs, shown in this order"
-    )
-    command.add_argument("--out", type=Path, required=True, help="folder for the figures")
-    command.add_argument(
-        "--format", action="append", default=[], help="json, html, png, svg; repeatable (all four)"
-    )
-    command.set_defaults(run=_lazy("figures"))
+    from dflash2_lab.figure_options import add_figures_options
+
+    add_figures_options(command)
+    command.set_defaults(run=_lazy("figures", "figure_commands"))
 
 
 def _reproduce_options(command: argparse.ArgumentParser) -> None:
@@ -369,7 +375,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     ),
     "train": ("train a DFlash or DFlash 2 drafter on traces", _train_options),
     "inspect": ("show a drafter checkpoint and every problem in it", _inspect_options),
-    "figures": ("draw the figures of one or more record runs", _figures_options),
+    "figures": (
+        "draw the figures of record runs, or redraw and verify the figures of record",
+        _figures_options,
+    ),
     "reproduce": (
         "the main job: trace, record, replay and draw the zoo drafters",
         _reproduce_options,

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.figures import FORMATS, save_figures
 from dflash2_lab.models.inspect import inspect_checkpoint
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.policies import check_policies
@@ -19,8 +18,8 @@ from dflash2_lab.recording import RecordOptions
 from dflash2_lab.recording import record as record_traces
 from dflash2_lab.replaying import check_replayable
 from dflash2_lab.report import summarise, text_report
-from dflash2_lab.reproduce import draw_all, main_job
-from dflash2_lab.tables import Run, assert_comparable
+from dflash2_lab.reproduce import main_job
+from dflash2_lab.tables import Run
 from dflash2_lab.target import Target, load_target
 from dflash2_lab.tracing import trace as trace_prompts
 from dflash2_lab.tracing_import import import_traces, read_rows
@@ -124,6 +123,7 @@ def record(arguments: argparse.Namespace) -> Result:
         "batch_size": arguments.batch_size,
         "memory_gb": arguments.memory_gb,
         "attention": not arguments.no_attention,
+        "attention_sample": arguments.attention_sample,
         "seed": arguments.seed,
     }
     # Tracing can take hours: a bad option is told before it.
@@ -196,23 +196,6 @@ def inspect(arguments: argparse.Namespace) -> Result:
         "json": inspection.to_dict(),
         "code": 2 if inspection.problems else 0,
     }
-
-
-def figures(arguments: argparse.Namespace) -> Result:
-    """Draw all figures of one or more runs."""
-    runs: dict[str, Run] = {}
-    for word in arguments.runs:
-        name, equals, folder = word.rpartition("=")
-        run = Run.open(folder, "record")
-        name = name if equals else run.info["drafter"]["name"]
-        if name in runs:
-            raise LabError(f"two runs are called {name!r}; name them, as in NAME=RUN")
-        runs[name] = run
-    assert_comparable(runs)
-    saved = save_figures(draw_all(runs), arguments.out, tuple(arguments.format) or FORMATS)
-    lines = [*map(str, saved.paths), *([saved.skipped] if saved.skipped else [])]
-    written = {"files": [str(path) for path in saved.paths], "skipped": saved.skipped}
-    return {"text": "\n".join(lines), "json": written}
 
 
 def reproduce(arguments: argparse.Namespace) -> Result:

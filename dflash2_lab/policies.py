@@ -141,7 +141,7 @@ def _markov(block: Block, temperature: float, uniforms: Tensor | None) -> Propos
         q_target.append(_target_mass(forced, is_target, temperature))
         own = markov_logits(block, slot, previous)
         if temperature > 0:
-            previous = inverse_cdf(torch.softmax(own / temperature, dim=-1), uniforms[:, slot])
+            previous = inverse_cdf(filter_logits(own, temperature), uniforms[:, slot])
         else:
             previous = own.argmax(-1)
         tokens.append(previous)

@@ -14,7 +14,7 @@ from torch import nn
 
 from dflash2_lab.errors import LabError
 
-PACKAGES = ("dflash2-lab", "torch", "transformers", "triton", "numpy", "pandas", "pyarrow")
+PACKAGES = ("dflash2-lab", "torch", "transformers", "triton", "numpy", "scipy", "pandas", "pyarrow")
 
 
 def environment(device: torch.device) -> dict[str, object]:

@@ -11,6 +11,7 @@ from dflash2_lab.commands import Result, device_of, target_of, template_options
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
 from dflash2_lab.report import text_table
+from dflash2_lab.sampling import Sampling
 
 MAX_LISTED = 10  # differences in the text; verify.json has them all
 VERDICTS = {
@@ -38,7 +39,7 @@ def verify_replay(arguments: argparse.Namespace) -> Result:
         seed=arguments.seed,
     )
     options = ("max_new_tokens", "max_total", "temperature", "top_p", "top_k", "seed", "samples")
-    options += ("policy", "num_draft", "batch_size", "out")
+    options += ("policy", "num_draft", "batch_size", "out", "acceptance")
     chosen = {name: getattr(arguments, name) for name in options}
     result = verify(target, drafter, prompts, **chosen)
     text = verification_text(result)
@@ -52,17 +53,11 @@ def verify_replay(arguments: argparse.Namespace) -> Result:
 
 def verification_text(result: Mapping[str, Any]) -> str:
     """The result of `verify_replay` for people."""
-    sampling = result["sampling"]
-    law = "greedy"
-    if result["mode"] == "sampled":
-        filters = [f"T = {sampling['temperature']:g}"]
-        filters += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
-        filters += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
-        law = ", ".join(filters)
+    law = Sampling(**result["sampling"]).label
     head = (
         f"decode against replay: {result['drafter']} on {result['target']}\n"
-        f"policy {result['policy']}, num_draft {result['num_draft']}, {law}, {result['dtype']} on "
-        f"{result['device']}"
+        f"policy {result['policy']}, num_draft {result['num_draft']}, {result['acceptance']} "
+        f"verification, {law}, {result['dtype']} on {result['device']}"
     )
     body = _greedy(result) if result["mode"] == "greedy" else _sampled(result)
     verdict = f"verdict: {result['verdict']} - {VERDICTS[result['verdict']]}"

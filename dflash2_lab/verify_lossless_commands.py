@@ -17,7 +17,6 @@ from dflash2_lab.losslessness.sample_report import (
     audit_text,
     comparison_text,
     enumeration_text,
-    law_text,
     mutation_text,
 )
 from dflash2_lab.losslessness.sample_rows import resolve
@@ -41,7 +40,7 @@ def verify(arguments: argparse.Namespace) -> Result:
         arguments.drafter is not None,
         arguments.samples is not None,
         arguments.enumerate,
-        arguments.mutation_score,
+        arguments.mutation_score and arguments.drafter is None,
     )
     if sum(asked) != 1:
         raise LabError(
@@ -131,8 +130,8 @@ def _check_alike(first: Sequence[Sample], second: Sequence[Sample]) -> None:
         like = known.setdefault(sample.prompt_ids or sample.prompt, sample)
         if None not in (sample.sampling, like.sampling) and sample.sampling != like.sampling:
             raise LabError(
-                f"{sample.where}: found {law_text(asdict(sample.sampling))}, but {like.where} has "
-                f"{law_text(asdict(like.sampling))} for the same prompt; expected one law"
+                f"{sample.where}: found {sample.sampling.label}, but {like.where} has "
+                f"{like.sampling.label} for the same prompt; expected one law"
             )
 
 

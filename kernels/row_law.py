@@ -109,7 +109,7 @@ def row_law_reference(
     for rows in few_rows((~greedy).nonzero()[:, 0], vocab):
         weight = ((x[rows] - peak[rows, None]) / temperature[rows, None]).exp_()
         log_total[rows] = peak[rows].double() / temperature[rows].double()
-        log_total[rows] += weight.sum(-1).double().log()
+        log_total[rows] += weight.sum(-1, dtype=torch.float64).log()
     limit = torch.zeros_like(argmax) if top_k is None else top_k.long()
     limit = torch.where(limit > 0, limit, vocab).clamp_max(vocab)
     nucleus = torch.ones_like(peak) if top_p is None else top_p

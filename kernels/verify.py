@@ -1,4 +1,4 @@
-"""Acceptance of drafted tokens, and the token that follows them.
+"""Acceptance of drafted tokens one by one, and the token that follows them.
 
 Drafted token d_j, drawn from q_j, is accepted while u_j q_j(d_j) < p_j(d_j), p_j the target's law
 at slot j. After a refusal at slot n the next token is drawn from (p_n - q_n)+ normalised, after the
@@ -7,39 +7,24 @@ one-hot on the argmax, and a draft is accepted iff it is that token.
 Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .draw import draw_from, pick, probs_of
-from .row_law import Law, check_rows, law_probs, probability
-from .tools import (
-    check_shape,
-    jit,
-    last_to_arrive,
-    next_power_of_2,
-    on_gpu,
-    tl,
-    triton,
-    uniform48,
-    uniforms,
+from .final_draw import (
+    CandidateLaw,
+    FullLaw,
+    at_drafts,
+    by_request,
+    check_arguments,
+    draft_mass,
+    draw_final,
+    draw_final_reference,
+    kernel_arguments,
+    target_mass,
 )
-
-
-class CandidateLaw(NamedTuple):
-    """A q that lives on K candidates a slot; ids may repeat where the probability is 0."""
-
-    ids: Int[Tensor, "B P K"]
-    probs: Float[Tensor, "B P K"]  # fp32
-
-
-class FullLaw(NamedTuple):
-    """A q over the whole vocabulary: draft logits, and the law of their B * P rows."""
-
-    logits: Float[Tensor, "B P V"]
-    law: Law
+from .row_law import Law
+from .tools import jit, next_power_of_2, on_gpu, tl, triton, uniform48, uniforms
 
 
 def verify(
@@ -96,95 +81,32 @@ def verify_reference(
     """`verify` from dense laws of the rows that are drawn from."""
     num_rows, num_draft = draft.shape
     slots = torch.arange(num_draft, device=draft.device)
-    by_slot = Law(*(part.view(num_rows, -1) for part in law))
-    drafted = logits[:, :num_draft].gather(-1, draft[..., None])[..., 0]
-    parts = (part[:, :num_draft] for part in by_slot[1:4])
-    p = probability(drafted, draft, temperature[:, None], *parts)
+    by_slot = by_request(law, num_rows)
+    p = target_mass(logits, by_slot, draft, temperature)
     test = uniforms(accept_keys[:, None], accept_counters[:, None] + slots)
-    passed = test * _draft_mass(draft, q, temperature).double() < p.double()
+    passed = test * draft_mass(draft, q, temperature).double() < p.double()
     same = draft == by_slot.argmax[:, :num_draft]
     greedy = temperature == 0
     passed = torch.where(greedy[:, None], same, passed) & (slots < num_offered[:, None])
     accepted = passed.long().cumprod(-1).sum(-1)
     if forced is not None:
         accepted = torch.where(forced >= 0, torch.minimum(forced, num_offered).long(), accepted)
-    following = by_slot.argmax.gather(1, accepted[:, None])[:, 0]
-    rows = (~greedy).nonzero()[:, 0]
-    if len(rows):
-        at = accepted[rows]
-        final = Law(*(part[rows, at] for part in by_slot))
-        probs = law_probs(logits[rows, at], final, temperature[rows])
-        refused, residual = at < num_offered[rows], probs.clone()
-        spent = _dense_q(draft, q, temperature, logits.shape[-1], rows[refused], at[refused])
-        residual[refused] = (residual[refused] - spent).clamp_min(0.0)
-        probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
-        uniform = uniforms(final_keys[rows], final_counters[rows])
-        following[rows] = draw_from(probs, final.argmax, uniform)
+    following = draw_final_reference(
+        logits,
+        by_slot,
+        draft,
+        q,
+        temperature,
+        num_offered,
+        accepted,
+        torch.ones_like(temperature),
+        uniforms(final_keys, final_counters),
+    )
     return accepted, following
-
-
-def _draft_mass(
-    draft: Tensor, q: CandidateLaw | FullLaw | None, temperature: Tensor
-) -> Float[Tensor, "B P"]:
-    """q of each drafted token."""
-    if q is None:
-        return torch.ones(draft.shape, device=draft.device)
-    if isinstance(q, CandidateLaw):
-        return (q.probs * (q.ids == draft[..., None])).sum(-1)
-    drafted = q.logits.gather(-1, draft[..., None])[..., 0]
-    parts = (part.view(draft.shape) for part in q.law[1:4])
-    return probability(drafted, draft, temperature[:, None], *parts)
-
-
-def _dense_q(
-    draft: Tensor,
-    q: CandidateLaw | FullLaw | None,
-    temperature: Tensor,
-    vocab: int,
-    rows: Tensor,
-    slots: Tensor,
-) -> Float[Tensor, "n V"]:
-    """q of the given slots of the given rows, over the vocabulary."""
-    if isinstance(q, FullLaw):
-        law = Law(*(part.view(draft.shape)[rows, slots] for part in q.law))
-        return law_probs(q.logits[rows, slots], law, temperature[rows])
-    dense = torch.zeros(len(rows), vocab, device=draft.device)
-    if q is None:
-        return dense.scatter_(1, draft[rows, slots, None], 1.0)
-    return dense.scatter_add_(1, q.ids[rows, slots].long(), q.probs[rows, slots])
 
 
 # Triton. A row is cut into chunks, one program each; the row's last program to finish goes on with
 # what needs the whole row.
-
-
-@jit
-def _final_weights(
-    logits_ptr, chunk, V, inverse_temperature, log_total, threshold, threshold_id, refused, token,
-    q_ids_ptr, q_probs_ptr, q_logits_ptr, q_log_total, q_threshold, q_threshold_id, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Token ids of a chunk, their p, and after a refusal (p - q)+, else p."""
-    ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    p = probs_of(x, ids, inverse_temperature, log_total, threshold, threshold_id)
-    rest = p
-    if refused:
-        if K > 0:
-            q = tl.zeros([BLOCK], tl.float32)
-            k = tl.arange(0, BLOCK_K)
-            candidates = tl.load(q_ids_ptr + k, mask=k < K, other=2**30).to(tl.int32)
-            if tl.max((candidates // BLOCK == chunk).to(tl.int32), axis=0) > 0:
-                for j in range(K):
-                    here = ids == tl.load(q_ids_ptr + j).to(tl.int32)
-                    q += tl.where(here, tl.load(q_probs_ptr + j), 0.0)
-        elif q_logits_ptr is not None:
-            y = tl.load(q_logits_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-            q = probs_of(y, ids, inverse_temperature, q_log_total, q_threshold, q_threshold_id)
-        else:
-            q = (ids == token).to(tl.float32)
-        rest = tl.maximum(p - q, 0.0)
-    return ids, p, rest
 
 
 @jit
@@ -199,27 +121,11 @@ def _count_accepted(
     live = slots < P
     drafted = tl.load(draft_ptr + slots, mask=live, other=0)
     best = tl.load(argmax_ptr + slots, mask=live, other=0)
-    log_total = tl.load(log_total_ptr + slots, mask=live, other=0.0)
-    threshold = tl.load(threshold_ptr + slots, mask=live, other=0.0)
-    threshold_id = tl.load(threshold_id_ptr + slots, mask=live, other=0)
-    x = tl.load(logits_ptr + slots * logits_slot + drafted, mask=live, other=float("-inf"))
-    p = probs_of(x.to(tl.float32), drafted, inverse_temperature, log_total, threshold, threshold_id)
-    if K > 0:
-        k = tl.arange(0, BLOCK_K)
-        in_k = live[:, None] & (k < K)[None, :]
-        at = slots[:, None] * K + k[None, :]
-        same = tl.load(q_ids_ptr + at, mask=in_k, other=-1) == drafted[:, None]
-        q = tl.sum(tl.where(same, tl.load(q_probs_ptr + at, mask=in_k, other=0.0), 0.0), axis=1)
-    elif q_logits_ptr is not None:
-        y = tl.load(q_logits_ptr + slots * q_slot + drafted, mask=live, other=float("-inf"))
-        log_total = tl.load(q_log_total_ptr + slots, mask=live, other=0.0)
-        threshold = tl.load(q_threshold_ptr + slots, mask=live, other=0.0)
-        threshold_id = tl.load(q_threshold_id_ptr + slots, mask=live, other=0)
-        q = probs_of(
-            y.to(tl.float32), drafted, inverse_temperature, log_total, threshold, threshold_id
-        )
-    else:
-        q = tl.full([BLOCK_P], 1.0, tl.float32)
+    p, q = at_drafts(
+        drafted, slots, live, logits_ptr, log_total_ptr, threshold_ptr, threshold_id_ptr, q_ids_ptr,
+        q_probs_ptr, q_logits_ptr, q_log_total_ptr, q_threshold_ptr, q_threshold_id_ptr,
+        inverse_temperature, logits_slot, q_slot, K, BLOCK_K,
+    )  # fmt: skip
     passed = uniform48(key, counter + slots) * q.to(tl.float64) < p.to(tl.float64)
     passed = tl.where(greedy, drafted == best, passed) & (slots < offered)
     return tl.min(tl.where(passed, BLOCK_P, slots), axis=0)
@@ -243,101 +149,38 @@ def _verify_kernel(
     if (temperature > 0) | (chunk == 0):
         inverse = 1.0 / tl.where(greedy, 1.0, temperature).to(tl.float64)
         uniform = uniform48(tl.load(final_keys_ptr + row), tl.load(final_counters_ptr + row))
-        q_ids = q_ids_ptr
-        q_probs = q_probs_ptr
-        q_logits = q_logits_ptr
-        q_log_total = 0.0
-        q_threshold = 0.0
-        q_threshold_id = 0
         if K > 0:
-            q_ids += row * P * K
-            q_probs += row * P * K
+            q_ids_ptr += row * P * K
+            q_probs_ptr += row * P * K
         if q_logits_ptr is not None:
-            q_logits += row * q_row
+            q_logits_ptr += row * q_row
             q_log_total_ptr += row * P
             q_threshold_ptr += row * P
             q_threshold_id_ptr += row * P
         offered = tl.load(offered_ptr + row).to(tl.int32)
+        logits_ptr += row * logits_row
+        argmax_ptr += row * S
+        log_total_ptr += row * S
+        threshold_ptr += row * S
+        threshold_id_ptr += row * S
+        draft_ptr += row * draft_row
         # Every program finds the number of accepted slots for itself.
         n = _count_accepted(
-            logits_ptr + row * logits_row,
-            argmax_ptr + row * S,
-            log_total_ptr + row * S,
-            threshold_ptr + row * S,
-            threshold_id_ptr + row * S,
-            draft_ptr + row * draft_row,
-            q_ids,
-            q_probs,
-            q_logits,
-            q_log_total_ptr,
-            q_threshold_ptr,
-            q_threshold_id_ptr,
-            tl.load(accept_keys_ptr + row),
-            tl.load(accept_counters_ptr + row),
-            offered,
-            inverse,
-            greedy,
-            logits_slot,
-            q_slot,
-            P,
-            K,
-            BLOCK_P,
-            BLOCK_K,
-        )
+            logits_ptr, argmax_ptr, log_total_ptr, threshold_ptr, threshold_id_ptr, draft_ptr,
+            q_ids_ptr, q_probs_ptr, q_logits_ptr, q_log_total_ptr, q_threshold_ptr,
+            q_threshold_id_ptr, tl.load(accept_keys_ptr + row), tl.load(accept_counters_ptr + row),
+            offered, inverse, greedy, logits_slot, q_slot, P, K, BLOCK_P, BLOCK_K,
+        )  # fmt: skip
         if forced_ptr is not None:
             forced = tl.load(forced_ptr + row).to(tl.int32)
             n = tl.where(forced >= 0, tl.minimum(forced, offered), n)
-        refused = n < offered
-        # The refused slot's q; after a bonus it is loaded but not used.
-        slot = tl.minimum(n, P - 1)
-        token = tl.load(draft_ptr + row * draft_row + slot).to(tl.int32)
-        if K > 0:
-            q_ids += slot * K
-            q_probs += slot * K
-        if q_logits_ptr is not None:
-            q_logits += slot * q_slot
-            q_log_total = tl.load(q_log_total_ptr + slot)
-            q_threshold = tl.load(q_threshold_ptr + slot)
-            q_threshold_id = tl.load(q_threshold_id_ptr + slot)
-
-        if chunk == 0:
-            tl.store(accepted_ptr + row, n)
-        best = tl.load(argmax_ptr + row * S + n)
-        if greedy:
-            tl.store(next_ptr + row, best)
-        else:
-            final = logits_ptr + row * logits_row + n * logits_slot
-            log_total = tl.load(log_total_ptr + row * S + n)
-            threshold = tl.load(threshold_ptr + row * S + n)
-            threshold_id = tl.load(threshold_id_ptr + row * S + n)
-            ids, p, rest = _final_weights(
-                final, chunk, V, inverse, log_total, threshold, threshold_id, refused, token, q_ids,
-                q_probs, q_logits, q_log_total, q_threshold, q_threshold_id, K, BLOCK, BLOCK_K,
-            )  # fmt: skip
-            masses = masses_ptr + row * 2 * C
-            tl.store(masses + chunk, tl.sum(rest.to(tl.float64), axis=0))
-            tl.store(masses + C + chunk, tl.sum(p.to(tl.float64), axis=0))
-
-            if last_to_arrive(arrivals_ptr + row, C):
-                c = tl.arange(0, BLOCK_C)
-                by_chunk = tl.load(masses + c, mask=c < C, other=0.0)
-                p_by_chunk = tl.load(masses + C + c, mask=c < C, other=0.0)
-                # Where p = q up to rounding the residual has no mass: draw from p.
-                left = tl.sum(by_chunk, axis=0) > 0
-                by_chunk = tl.where(left, by_chunk, p_by_chunk)
-                whole = tl.sum(by_chunk, axis=0)
-                level = uniform * whole
-                picked, before = pick(by_chunk, c, level, BLOCK_C)
-                ids, p, rest = _final_weights(
-                    final, picked, V, inverse, log_total, threshold, threshold_id, refused, token,
-                    q_ids, q_probs, q_logits, q_log_total, q_threshold, q_threshold_id, K, BLOCK,
-                    BLOCK_K,
-                )  # fmt: skip
-                weights = tl.where(left, rest, p).to(tl.float64)
-                following, _ = pick(weights, ids, level - before, 2**30)
-                # A row without mass is not finite; its argmax is a token at least.
-                following = tl.where(whole > 0, following.to(tl.int64), best)
-                tl.store(next_ptr + row, following)
+        draw_final(
+            row, chunk, n, 1.0, offered, uniform, inverse, greedy, logits_ptr, argmax_ptr,
+            log_total_ptr, threshold_ptr, threshold_id_ptr, draft_ptr, q_ids_ptr, q_probs_ptr,
+            q_logits_ptr, q_log_total_ptr, q_threshold_ptr, q_threshold_id_ptr, masses_ptr,
+            arrivals_ptr, accepted_ptr, next_ptr, logits_slot, q_slot, V, C, P, K, BLOCK, BLOCK_C,
+            BLOCK_K,
+        )  # fmt: skip
 
 
 def verify_triton(
@@ -364,8 +207,11 @@ def verify_triton(
     """
     num_rows, num_slots, vocab = logits.shape
     num_draft = draft.shape[1]
-    check_rows(
-        logits[:, 0],
+    check_arguments(
+        logits,
+        law,
+        draft,
+        q,
         temperature,
         accept_keys=accept_keys,
         accept_counters=accept_counters,
@@ -374,16 +220,6 @@ def verify_triton(
         num_offered=num_offered,
         forced=forced,
     )
-    check_shape("law.argmax", law.argmax, num_rows * num_slots)
-    check_shape("draft", draft, num_rows, num_draft)
-    if not 0 < num_draft < num_slots:
-        raise ValueError(f"logits: found {num_slots} rows a request for {num_draft} slots")
-    if isinstance(q, CandidateLaw):
-        check_shape("q.ids", q.ids, num_rows, num_draft, q.ids.shape[-1], contiguous=True)
-        check_shape("q.probs", q.probs, *q.ids.shape, contiguous=True)
-    elif q is not None:
-        check_shape("q.logits", q.logits, num_rows, num_draft, vocab)
-        check_shape("q.law.argmax", q.law.argmax, num_rows * num_draft)
     device = logits.device
     if arrivals is None:
         arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -391,15 +227,12 @@ def verify_triton(
     masses = torch.empty((num_rows, 2, chunks), dtype=torch.float64, device=device)
     following = torch.empty(num_rows, dtype=torch.int64, device=device)
     accepted = torch.empty_like(following)
-    candidates = q if isinstance(q, CandidateLaw) else (None, None)
-    full = (q.logits, *q.law[1:4]) if isinstance(q, FullLaw) else (None, None, None, None)
-    num_candidates = q.ids.shape[-1] if isinstance(q, CandidateLaw) else 0
+    q_parts, q_strides, num_candidates = kernel_arguments(q)
     _verify_kernel[(num_rows * chunks,)](
         logits,
         *law[:4],
         draft,
-        *candidates,
-        *full,
+        *q_parts,
         temperature,
         accept_keys,
         accept_counters,
@@ -413,7 +246,7 @@ def verify_triton(
         following,
         *logits.stride()[:2],
         draft.stride(0),
-        *(q.logits.stride()[:2] if isinstance(q, FullLaw) else (0, 0)),
+        *q_strides,
         vocab,
         C=chunks,
         S=num_slots,

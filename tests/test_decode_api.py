@@ -205,9 +205,9 @@ BAD = {
     "an unknown policy": ({"policy": "oracle@5"}, "policies: found"),
     "an unknown engine": ({"engine": "fast"}, "engine: found 'fast', expected 'eager' or 'graph'"),
     "an unknown rule": ({"acceptance": "tree"}, "acceptance: found 'tree', expected 'token' or"),
-    "a rule that the graph engine lacks": (
-        {"acceptance": "block", "engine": "graph"},
-        "acceptance 'block' found, expected 'token'; block verification needs engine='eager'",
+    "a rule that no engine has": (
+        {"acceptance": "tree", "engine": "graph"},
+        "acceptance: found 'tree', expected 'token' or",
     ),
     "too many slots": ({"num_draft": 4}, "num_draft: found 4, expected 1 to 3"),
     "no prompt": ({"prompts": []}, "no prompt"),

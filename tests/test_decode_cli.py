@@ -102,9 +102,10 @@ def test_without_a_drafter_the_text_is_the_same(made, expected, capsys):
     )
 
 
-def test_sampling_options_reach_the_decoder(made, capsys):
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_sampling_options_reach_the_decoder(made, engine, capsys):
     words = ["--prompt", "hi", "--temperature", 1.5, "--seed", 3, "--samples", 2, "--num-draft", 2]
-    words += ["--acceptance", "block"]
+    words += ["--acceptance", "block", "--engine", engine]
     assert main(arguments(made, *words, "--policy", "sampled", "--limit", 1, "--json")) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["policy"], result["num_draft"], len(result["responses"])) == ("sampled", 2, 2)
@@ -136,10 +137,6 @@ BAD = {
     "a policy and no drafter": (
         ["--prompt", "hi", "--drafter", "none", "--policy", "top1"],
         "without a drafter",
-    ),
-    "a rule that the graph engine lacks": (
-        ["--prompt", "hi", "--acceptance", "block", "--engine", "graph"],
-        "block verification needs engine='eager'",
     ),
     "a bad temperature": (["--prompt", "hi", "--temperature", "-1"], "temperature"),
     "a prompt longer than the positions": (["--prompt", "x" * 600], "512 positions"),

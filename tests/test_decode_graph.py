@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from decode_helpers import ALL_POLICIES, HOT, OWN_POLICY
+from decode_helpers import ALL_POLICIES, HOT, OWN_POLICY, two_word_target
 from drafters import tiny_drafter
 from helpers import END_ID, tiny_target
 
@@ -13,6 +13,7 @@ from dflash2_lab.decoding.eager import EagerEngine
 from dflash2_lab.decoding.graph import GraphEngine
 from dflash2_lab.decoding.requests import Request, request_keys
 from dflash2_lab.errors import LabError
+from dflash2_lab.policies import POLICIES
 from dflash2_lab.sampling import Sampling
 
 GREEDY = Sampling()
@@ -22,6 +23,14 @@ STOPS = [END_ID, *range(100, 106)]
 @pytest.fixture(scope="module")
 def target(device):
     found = tiny_target("qwen3", eos_token_id=STOPS)
+    found.model.to(device)
+    return found
+
+
+@pytest.fixture(scope="module")
+def words(device):
+    """A target that is easy to draft for."""
+    found = two_word_target()
     found.model.to(device)
     return found
 
@@ -53,6 +62,30 @@ def test_both_engines_make_the_same_steps(target, kind, policy, sampling):
     # Fewer places than requests: places are given away while others still decode.
     assert GraphEngine(target, drafter, policy, 3, 64).run(wanted) == eager
     assert len({answer.finish for answer in eager}) == 2
+
+
+BLOCK_CASES = [  # every policy, and every policy that samples its drafts with every law
+    *((kind, policy, GREEDY) for kind, policy in OWN_POLICY.items()),
+    *((kind, policy, Sampling(1.0)) for kind, policy in ALL_POLICIES),
+    *(("dflash2", policy, HOT) for policy in POLICIES["dflash2"]),
+    ("dspark", "markov", HOT),
+]
+
+
+@pytest.mark.parametrize(("kind", "policy", "sampling"), BLOCK_CASES)
+def test_both_engines_make_the_same_steps_by_block_verification(words, kind, policy, sampling):
+    drafter, wanted = drafter_for(words, kind), requests(policy, sampling, count=3)
+    eager = EagerEngine(words, drafter, policy, acceptance="block").run(wanted)
+    found = GraphEngine(words, drafter, policy, 3, 64, acceptance="block").run(wanted)
+    assert found == eager
+    if (kind, policy) == ("dflash2", "sampled") and sampling.temperature == 1:
+        assert found != GraphEngine(words, drafter, policy, 3, 64).run(wanted)
+
+
+def test_a_shorter_window_is_verified_as_a_block_of_its_own(words):
+    drafter, wanted = drafter_for(words, "dflash2"), requests("sampled", Sampling(1.0), count=3)
+    eager = EagerEngine(words, drafter, "sampled", 2, "block").run(wanted)
+    assert GraphEngine(words, drafter, "sampled", 2, 64, 2, "block").run(wanted) == eager
 
 
 @pytest.mark.parametrize("num_draft", [1, 2])

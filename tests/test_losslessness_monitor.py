@@ -18,7 +18,7 @@ from laws import (
 from numpy.polynomial.legendre import leggauss
 from scipy.stats import binomtest
 
-from dflash2_lab.losslessness.monitor import log_e_process, log_factors, stops_at
+from dflash2_lab.losslessness.monitor import factors_of, log_e_process, stops_at
 
 
 class Given:
@@ -39,7 +39,7 @@ def conditional_means(laws_scored, laws_drawn, q):
         every = np.repeat(np.arange(VOCAB), len(nodes))
         scores = scored(every, np.tile(p, (len(every), 1)), np.tile(other, (len(every), 1)))
         v = np.tile((nodes + 1) / 2, VOCAB)
-        factors = np.exp(np.concatenate(log_factors(scores, Given(v)), axis=1))
+        factors = np.concatenate(factors_of(scores, Given(v)), axis=1)
         chance = np.repeat(law, len(nodes)) * np.tile(weights / 2, VOCAB)
         means.append(chance @ factors)
     return np.array(means)
@@ -65,10 +65,9 @@ def test_the_mean_is_another_when_tokens_follow_another_law():
 @pytest.mark.parametrize("with_q", [True, False])
 def test_log_e_is_the_log_of_the_mean_of_products(with_q):
     rng = np.random.default_rng(2)
-    p = random_laws(rng, 30)
-    run = emitted(draw(p, rng.random(30)), p, proposals(rng, p) if with_q else None)
-    logs = log_factors(run.scores, np.random.default_rng(3))
-    factors = np.exp(np.concatenate(logs, axis=1))
+    p = random_laws(rng, 600)  # more than are multiplied at once
+    run = emitted(draw(p, rng.random(600)), p, proposals(rng, p) if with_q else None)
+    factors = np.concatenate(factors_of(run.scores, np.random.default_rng(3)), axis=1)
     assert factors.shape[1] == (68 if with_q else 18)
     naive = np.log(np.cumprod(factors, axis=0).mean(axis=1))
     np.testing.assert_allclose(log_e_process(run, np.random.default_rng(3)), naive, atol=1e-12)

@@ -25,7 +25,12 @@ from dflash2_lab.losslessness.toy import (
 )
 from dflash2_lab.losslessness.toy_decoding import Rules, State, decode, decode_block
 from dflash2_lab.losslessness.toy_noise import Noise, ReseededNoise, inverse_cdf
-from dflash2_lab.losslessness.toy_observing import observe_drafts, observe_tokens, streams
+from dflash2_lab.losslessness.toy_observing import (
+    observe_drafts,
+    observe_runs,
+    observe_tokens,
+    streams,
+)
 from dflash2_lab.sampling import filter_logits
 
 SMALL = ToyConfig(vocab=4, num_candidates=3, num_draft=2, top_k=3, top_p=0.9, seed=0)
@@ -264,13 +269,54 @@ def test_observed_tokens_are_the_first_of_each_stream_with_the_laws_of_their_own
         context = context % V * V + token
 
 
-def test_observed_drafts_are_a_fixed_number_whatever_was_accepted():
-    for arm in ARMS:
-        toy = make_toy(ToyConfig(arm=arm))
-        drafted = observe_drafts(toy, decode(toy, Rules(), 1024), 1024)
-        assert len(drafted.reached) == 256
-        assert (drafted.accepted <= drafted.reached).all()
-    assert observe_drafts(toy, decode(toy, Rules(), 64), 64) is None
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_log_is_that_of_the_blocks_that_the_tokens_came_from(arm):
+    toy = make_toy(ToyConfig(arm=arm))
+    P = toy.config.num_draft
+    decoded = decode(toy, Rules(), 1024, seed=6)
+    found, drafted = streams(toy, decoded, 256), observe_drafts(toy, decoded, 256)
+    blocks = [(row, block) for row in range(8) for block in np.unique(found.block[row])]
+    assert len(drafted.reached) == P * len(blocks)
+    num = np.array([decoded.num[block, row] for row, block in blocks])
+    assert np.array_equal(drafted.accepted.reshape(-1, P).sum(1), num)
+    assert np.array_equal(drafted.reached.reshape(-1, P).sum(1), np.minimum(num + 1, P))
+    assert (len(drafted.residual_mass), len(drafted.bonus_mass)) == (
+        (num < P).sum(),
+        (num == P).sum(),
+    )
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_draft_is_scored_under_its_q_and_tested_with_p_over_q(arm):
+    toy = make_toy(ToyConfig(arm=arm))
+    decoded = decode(toy, Rules(), 8, seed=7)
+    drafted = observe_drafts(toy, decoded, 8)  # one block of each row
+    path, context, q = decoded.path[0, :, 0], decoded.start, np.zeros((8, toy.config.vocab))
+    np.put_along_axis(q, decoded.ids[0, :, 0], decoded.law[0, :, 0], axis=-1)
+    own = q[np.arange(8), path]
+    first = slice(None, None, toy.config.num_draft)
+    np.testing.assert_allclose(drafted.mass[first], own)
+    np.testing.assert_allclose(drafted.below[first], (q * (q > own[:, None])).sum(-1), atol=1e-12)
+    chance = np.minimum(1, toy.p[context, path] / own)
+    np.testing.assert_allclose(drafted.accept_probability[first], chance)
+    entropy = -(q * np.log(np.where(q > 0, q, 1))).sum(-1)
+    np.testing.assert_allclose(drafted.heat_score[first], np.log(own) + entropy, atol=1e-12)
+
+
+def test_runs_side_by_side_are_observed_as_they_are_alone():
+    toy = make_toy()
+    decoded = decode(toy, Rules(), 64, num_runs=3, seed=8)
+    together = list(observe_runs(toy, decoded, 64))
+    assert len(together) == 3
+    for index, (emitted, drafted) in enumerate(together):
+        run = decoded.run(index)
+        alone = observe_tokens(toy, run, 64)
+        for found, expected in zip(emitted.scores, alone.scores, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert np.array_equal(emitted.stream, alone.stream + 8 * index)
+        assert np.array_equal(emitted.slot, alone.slot)
+        for found, expected in zip(drafted, observe_drafts(toy, run, 64), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-15)
 
 
 def test_bad_requests_name_what_was_found():

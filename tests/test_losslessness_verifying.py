@@ -6,12 +6,9 @@ import torch
 from drafters import tiny_drafter
 from helpers import tiny_target
 
-from dflash2_lab.decoding.steps import Proposal
 from dflash2_lab.errors import LabError
-from dflash2_lab.losslessness.audit import state_error, wrong_draws
 from dflash2_lab.losslessness.certificate import as_json, page
-from dflash2_lab.losslessness.faults import CONTROLS, FAULTS
-from dflash2_lab.losslessness.injection import INJECTED
+from dflash2_lab.losslessness.plain import plain_pass
 from dflash2_lab.losslessness.verifying import LEVELS, Plan, lengths, requests_of, verify
 from dflash2_lab.losslessness.witness import Witness
 from dflash2_lab.models.io import load_drafter
@@ -42,43 +39,22 @@ def test_a_right_decode_passes(pair, arm, acceptance):
     result = found.arms[0]
     assert result.tokens == 100
     assert {"opposite": 1, "realistic": 1, "near-perfect": 2}[arm] <= result.acceptance_length
-    assert bool(result.component) == (acceptance == "token")
+    assert 0 < min(result.component.values()) <= 1
 
 
 # Which of the checks is the one that must speak; a gate does not need many tokens.
 FOUND_BY = {
     "target-rows-off-by-one": ("near-perfect", "target"),
-    "p-untempered": ("realistic", "target"),
-    "q-reported-uniform": ("realistic", "draws"),
-    "q-untempered": ("realistic", "draws"),
-    "draft-untempered": ("realistic", "draws"),
-    "q-bfloat16": ("realistic", "q sums"),
-    "q-unfiltered": ("realistic", "draws"),
-    "argmax-draw-soft-q": ("realistic", "draws"),
     "residual-is-p": ("opposite", "rule"),
-    "residual-absolute": ("opposite", "rule"),
-    "residual-argmax": ("opposite", "rule"),
-    "residual-candidates-only": ("realistic", "rule"),
-    "uniform-shared-draft-acceptance": ("realistic", "random numbers"),
-    "uniform-shared-acceptance-residual": ("opposite", "random numbers"),
     "accept-p-alone": ("near-perfect", "accept_flags"),
     "accept-inverted": ("opposite", "accept_flags"),
-    "first-token-unverified": ("opposite", "accept_flags"),
 }
 
 
-QUICK = ("target-rows-off-by-one", "q-bfloat16", "residual-is-p", "accept-inverted")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FOUND_BY],
-)
+@pytest.mark.parametrize("name", FOUND_BY)
 def test_a_planted_fault_is_found_by_the_check_that_names_it(pair, name):
     arm, check = FOUND_BY[name]
-    sampling = Sampling(0.7) if "tempered" in name else HOT
-    tokens = 200 if check == "accept_flags" else 100
-    found = run(pair, arm, inject=name, sampling=sampling, tokens=tokens)
+    found = run(pair, arm, inject=name, tokens=200 if check == "accept_flags" else 100)
     result = found.arms[0]
     assert not found.passed
     faults = {gate.name for gate in result.checks if not gate.passed} | set(result.rejected)
@@ -86,21 +62,9 @@ def test_a_planted_fault_is_found_by_the_check_that_names_it(pair, name):
     assert "FAILED" in page(found) and check in page(found)
 
 
-@pytest.mark.parametrize("name", ["one-hot-consistent", "filtered-q-consistent", "correct"])
+@pytest.mark.parametrize("name", ["one-hot-consistent", "correct"])
 def test_what_only_looks_like_a_fault_passes(pair, name):
     assert run(pair, "realistic", inject=name).passed
-
-
-def test_the_catalogue_knows_every_name_that_can_be_planted():
-    assert set(INJECTED) <= {*FAULTS, *CONTROLS}
-
-
-def test_draws_are_those_of_the_reported_law():
-    law = torch.tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]])
-    ids = torch.tensor([[7, 3, 5], [1, 2, 4]])
-    uniform = torch.tensor([0.25, 0.5, 0.9], dtype=torch.float64)
-    assert wrong_draws(Proposal(torch.tensor([3, 1]), law, ids), uniform) == 0
-    assert wrong_draws(Proposal(torch.tensor([5, 2]), law, ids), uniform) == 2
 
 
 @pytest.mark.parametrize("side", ["target", "drafter"])
@@ -108,11 +72,11 @@ def test_a_cache_with_another_token_in_it_is_seen(pair, side):
     engine = Witness(*pair, "selector", "realistic")
     asked = requests_of(pair[0], PROMPTS, [9], HOT, 0, "realistic", "selector")[0]
     found = engine.testify(asked)
-    assert state_error(found) < 1e-4
+    assert plain_pass(found).state_error < 1e-4
     row, drafts = found.rows
     with torch.inference_mode():
         _keep_another(row, drafts, side)
-    assert state_error(found) > 1e-2
+    assert plain_pass(found).state_error > 1e-2
 
 
 def _keep_another(row, drafts, side):
@@ -139,8 +103,11 @@ def test_a_certificate_says_what_was_run_and_what_was_not_shown(pair):
     assert record["passed"] and record["configuration"]["policy"] == "selector"
     assert record["arms"][0]["checks"][0]["passed"]
     assert 0 < record["smallest_tv"] < 1
+    cells = record["arms"][0]["cells"]["drafter_cells"]
+    assert cells["num"] == 100 and 0 <= cells["df"] <= 3 and 0 <= cells["tv"] < 0.3
+    assert cells["p_value"] == record["arms"][0]["pit"]["drafter_cells"]
     text = page(found)
-    assert "Not shown" in text and "realistic: 100 tokens" in text
+    assert "chi2" in text and "Not shown" in text and "realistic drafter: 100 tokens" in text
     assert max(map(len, text.splitlines())) <= 110
 
 

@@ -14,7 +14,8 @@ LIGHT = (
     *("errors", "schema", "tables", "blocks", "intervals", "stats", "plots", "figures"),
     *("browser", "report", "cli"),
     *(f"losslessness.{name}" for name in ("statistics", "battery", "monitor", "toy")),
-    *(f"losslessness.{name}" for name in ("two_sample", "sample_report", "certificate")),
+    *(f"losslessness.{name}" for name in ("two_sample", "sample_report", "flips")),
+    *(f"losslessness.{name}" for name in ("certificate", "greedy_certificate")),
 )
 
 

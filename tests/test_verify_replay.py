@@ -331,6 +331,26 @@ def test_the_command_compares_laws_at_a_temperature(made, capsys):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_the_command_compares_block_verification_with_its_own_replay(made, capsys):
+    words = ["--temperature", 1.5, "--samples", 3, "--policy", "sampled", "--json", "--limit", 2]
+    assert main(arguments(made, *words, "--acceptance", "block")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"] in ("agree", "inconclusive")
+    assert result["acceptance"] == "block"
+    assert result["num_responses_shared"] == result["num_responses"] == 6
+    assert "block verification, T = 1.5, float32" in verification_text(result)
+    assert main(arguments(made, *words)) == 0
+    token = json.loads(capsys.readouterr().out)
+    for block, other in zip(result["engine_pairs"], token["engine_pairs"], strict=True):
+        assert block["counts"][0] != other["counts"][0]  # the engine by this rule
+        assert block["counts"][1] != other["counts"][1]  # and the replay
+
+
+def test_block_verification_is_equal_in_greedy_runs(words):
+    result = verify(words, tiny_drafter(), PROMPTS[:1], 8, acceptance="block")
+    assert (result["verdict"], result["acceptance"]) == ("equal", "block")
+
+
 def test_a_failed_check_is_exit_code_1_with_its_differences(made, monkeypatch, capsys):
     accept = eager.accept
 

@@ -144,9 +144,12 @@ def decoded_trail(
     trail, num_equal = Trail(way), 0
     pending = [(number, 0) for number in range(len(rows))]
     while pending:
-        following = [_behind(requests[number], rows[number], offset) for number, offset in pending]
+        following = [
+            behind(requests[number], rows[number].response_ids[:offset])
+            for number, offset in pending
+        ]
         later = []
-        answers = _run(f"decode {way}", engine, following)
+        answers = run_engine(f"decode {way}", engine, following)
         for (number, offset), answer in zip(pending, answers, strict=True):
             text = [int(token) for token in rows[number].response_ids[offset:]]
             pairs = zip(text, answer.response_ids, strict=False)
@@ -164,17 +167,18 @@ def decoded_trail(
     return replace(trail, num_equal=num_equal)
 
 
-def _run(what: str, engine: Engine, requests: Sequence[Request]) -> list[Decoded]:
+def run_engine(what: str, engine: Engine, requests: Sequence[Request]) -> list[Decoded]:
+    """Decode all requests behind a progress bar of their tokens."""
     total = sum(request.max_new_tokens for request in requests)
     with tqdm(total=total, desc=what, unit="token", delay=2.0) as bar:
         return engine.run(requests, lambda _row, tokens: bar.update(len(tokens)))
 
 
-def _behind(request: Request, row: Any, offset: int) -> Request:
-    """The request with the first `offset` tokens of its response given."""
-    given = tuple(map(int, row.response_ids[:offset]))
-    room = request.max_new_tokens - offset
-    return replace(request, prompt_ids=request.prompt_ids + given, max_new_tokens=room)
+def behind(request: Request, given: Sequence[int]) -> Request:
+    """The request with the first tokens of its response given."""
+    room = request.max_new_tokens - len(given)
+    prompt = request.prompt_ids + tuple(map(int, given))
+    return replace(request, prompt_ids=prompt, max_new_tokens=room)
 
 
 def _columns(engine: Engine, row: Any, offset: int, answer: Decoded) -> list[tuple[Any, ...]]:

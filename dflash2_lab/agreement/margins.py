@@ -10,7 +10,7 @@ where it is positive. The target has one at every token of a response, a policy 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -193,36 +193,46 @@ def graph_margins(
 def _graph_batch(
     subject: Subject, engine: GraphEngine, rows: Sequence[Any], requests: Sequence[Request]
 ) -> list[Margins]:
-    cycle, device, width = engine.cycle, engine.target.device, engine.num_draft + 1
-    slots = subject.drafter.settings.num_draft
-    # A place without a request stays at an anchor of its own in an empty cache.
-    spare = [0] * (engine.batch_size - len(rows))
+    cycle, width = engine.cycle, engine.num_draft + 1
     lengths = [len(row.response_ids) for row in rows]
-    text = torch.zeros(engine.batch_size, max(lengths) + width + slots, dtype=torch.long)
-    for place, row in enumerate(rows):
-        text[place, : lengths[place]] = torch.tensor([*row.response_ids])
-    text = text.to(device)
-    starts = torch.tensor([*(len(row.prompt_ids) for row in rows), *spare], device=device)
-    last = torch.tensor([*(length - 1 for length in lengths), *spare], device=device)
-    engine.admit(range(len(rows)), requests)
-    targets = [torch.full((engine.batch_size, 1), torch.nan, device=device)]  # the prefill's
-    drafts = []
-    for anchor in subject.anchors(max(lengths)):
-        # A response that has ended is scored again at its last token, and that is cut off.
-        cycle.progress.start.copy_(starts + last.clamp(max=int(anchor)))
-        cycle.progress.anchor.copy_(text[:, anchor])
-        following = text[:, anchor : anchor + slots + 1]
-        block = _block(subject, _lean_draft(cycle, following))
+    first = torch.full((engine.batch_size, 1), torch.nan, device=engine.target.device)
+    targets, drafts = [first], []  # the first token is the prefill's
+    for text in lead(engine, requests, [row.response_ids for row in rows]):
+        block = _block(subject, _lean_draft(cycle, text[:, :-1]))
         drafts.append(draft_margins(block, subject.policy))
-        logits = cycle.verify_pass(following[:, 1:width].contiguous())
+        logits = cycle.verify_pass(text[:, 1:width].contiguous())
         cycle.extend_context()
-        tokens = text[:, anchor + 1 : anchor + 1 + width]
-        targets.append(margins(logits.unflatten(0, (-1, width)), tokens))
+        targets.append(margins(logits.unflatten(0, (-1, width)), text[:, 1 : 1 + width]))
     target, draft = torch.cat(targets, 1), torch.stack(drafts, 1) if drafts else None
     return [
         _as_margins(subject, length, target[place], [] if draft is None else [draft[place]])
         for place, length in enumerate(lengths)
     ]
+
+
+def lead(
+    engine: GraphEngine, requests: Sequence[Request], responses: Sequence[Sequence[int]]
+) -> Iterator[Int[Tensor, "B P2"]]:
+    """Lead the engine's places along given responses, block by block: before each of its cycles,
+    the text from the anchors on, two tokens more than its drafter has slots."""
+    device, width = engine.target.device, engine.num_draft + 1
+    slots, progress = engine.drafter.settings.num_draft, engine.cycle.progress
+    # A place without a request stays at an anchor of its own in an empty cache.
+    spare = [0] * (engine.batch_size - len(requests))
+    lengths = [len(response) for response in responses]
+    text = torch.zeros(engine.batch_size, max(lengths) + width + slots, dtype=torch.long)
+    for place, response in enumerate(responses):
+        text[place, : lengths[place]] = torch.tensor([*response])
+    text = text.to(device)
+    starts = [len(request.prompt_ids) for request in requests]
+    starts = torch.tensor([*starts, *spare], device=device)
+    last = torch.tensor([*(length - 1 for length in lengths), *spare], device=device)
+    engine.admit(range(len(requests)), requests)
+    for anchor in range(0, max(lengths) - 1, width):
+        # A response that has ended is scored again at its last token, and that is cut off.
+        progress.start.copy_(starts + last.clamp(max=anchor))
+        progress.anchor.copy_(text[:, anchor])
+        yield text[:, anchor : anchor + slots + 2]
 
 
 def _lean_draft(cycle: Cycle, tokens: Int[Tensor, "B P1"]) -> dict[str, Tensor]:

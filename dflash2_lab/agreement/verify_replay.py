@@ -65,6 +65,7 @@ def verify_replay(
     batch_size: int = 8,
     max_total: int | None = None,
     out: str | Path | None = None,
+    acceptance: str = "token",
 ) -> dict[str, Any]:
     """Compare decode and replay: greedy at temperature 0, else by their laws.
 
@@ -74,6 +75,7 @@ def verify_replay(
         num_draft: slots verified a step (None: all that the drafter was trained on).
         batch_size: rows of the graph engine, of which it decodes as many together.
         out: run folder for verify.json, the traces and the recording.
+        acceptance: the rule of engines and replay, "token" or "block" (Sun et al. 2024).
 
     Returns:
         Plain JSON values: what was compared, `skipped` lines, and `verdict`: at temperature 0
@@ -87,7 +89,8 @@ def verify_replay(
         policy = own_policy(drafter.settings.kind)
     if batch_size < 1:
         raise LabError(f"batch_size: found {batch_size}, expected a positive number")
-    window = EagerEngine(target, drafter, policy, num_draft).num_draft  # or says what does not fit
+    eager = EagerEngine(target, drafter, policy, num_draft, acceptance)  # or says what does not fit
+    window = eager.num_draft
     subject = Subject(target, drafter, policy, window)
     sampling = Sampling(temperature, top_p, top_k)
     why = refusal(target)
@@ -95,6 +98,7 @@ def verify_replay(
     limits = {"max_new_tokens": max_new_tokens, "max_total": max_total}
     options = limits | {"seed": seed, "batch_size": batch_size, "policy": policy}
     options |= {"num_draft": window, "samples": 1 if sampling.greedy else samples}
+    options |= {"acceptance": acceptance}
     info = (
         run_info(target, sampling)
         | {"kind": "verify-replay", "drafter": drafter_info(drafter)}
@@ -118,11 +122,12 @@ def verify_replay(
         )
         engines = ("eager",) if skipped else ("eager", "graph")
         if sampling.greedy:
-            result |= _greedy(subject, traces, run, engines, batch_size, limits)
+            result |= _greedy(subject, traces, run, engines, batch_size, acceptance, limits)
         else:
             made = {"samples": samples, "seed": seed, "batch_size": batch_size, "policy": policy}
-            made |= {"num_draft": num_draft, **asdict(sampling), **limits}
-            replayed = replay(run, policy, window, seed=seed).steps
+            made |= {"num_draft": num_draft, "acceptance": acceptance}
+            made |= {**asdict(sampling), **limits}
+            replayed = replay(run, policy, window, acceptance, seed).steps
             result |= _sampled(subject, prompts, replayed, engines, made)
         result = json.loads(json.dumps(_plain(result)))
         payload = json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n"
@@ -148,6 +153,7 @@ def _shared(subject: Subject, sampling: Sampling, info: dict[str, Any]) -> dict[
         "drafter": subject.drafter.name,
         "policy": subject.policy,
         "num_draft": subject.num_draft,
+        "acceptance": info["acceptance"],
         "dtype": str(subject.target.dtype).removeprefix("torch."),
         "device": info["environment"]["device"],
         "sampling": asdict(sampling),
@@ -160,11 +166,12 @@ def _greedy(
     run: Run,
     engines: Sequence[str],
     batch_size: int,
+    acceptance: str,
     limits: dict[str, Any],
 ) -> dict[str, Any]:
     rows = list(traces.traces.itertuples(index=False))
     requests = trace_requests(subject, rows, limits)
-    made = {name: _engine(name, subject, requests, batch_size) for name in engines}
+    made = {name: _engine(name, subject, requests, batch_size, acceptance) for name in engines}
     reference = subject.widened()
     band = measure_band(subject, reference, rows, requests, made.get("graph"))
     judge = Judge(reference, rows, band)
@@ -204,12 +211,14 @@ def _greedy(
     }
 
 
-def _engine(name: str, subject: Subject, requests: Sequence[Request], batch_size: int) -> Engine:
-    models = subject.target, subject.drafter, subject.policy
+def _engine(
+    name: str, subject: Subject, requests: Sequence[Request], batch_size: int, acceptance: str
+) -> Engine:
+    models, window = (subject.target, subject.drafter, subject.policy), subject.num_draft
     if name == "eager":
-        return EagerEngine(*models, subject.num_draft)
+        return EagerEngine(*models, window, acceptance)
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-    return GraphEngine(*models, min(batch_size, len(requests)), longest, subject.num_draft)
+    return GraphEngine(*models, min(batch_size, len(requests)), longest, window, acceptance)
 
 
 def _sampled(

@@ -127,7 +127,7 @@ def decode(
         on_tokens: told the turn and the tokens of every step (instead of a progress bar).
         max_total: limit of prompt and response together; the target's positions are one too.
         acceptance: the verifier's rule, "token" or "block" (Sun et al. 2024: accepts more drafts at
-            a temperature above 0, with the same law of the tokens; eager engine).
+            a temperature above 0, with the same law of the tokens).
 
     Raises:
         LabError: bad options, prompts without room for a response, a drafter that does not fit, a

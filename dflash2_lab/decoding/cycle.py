@@ -26,6 +26,7 @@ from dflash2_lab.decoding.lean import (
     make_scratch,
     run_layers,
 )
+from dflash2_lab.kernels.block_verify import block_verify
 from dflash2_lab.kernels.candidate_selector import select
 from dflash2_lab.kernels.candidate_topk import candidate_topk
 from dflash2_lab.kernels.commit import Progress, commit, make_progress
@@ -104,7 +105,7 @@ class Cycle:
 
     `num_draft` slots of the drafter's block are verified; 0 without a drafter, when a cycle is one
     token of plain decoding. `capacity` counts cache positions, a whole block beyond the last token
-    included.
+    included. `acceptance` is the rule, "token" (`verify`) or "block" (`block_verify`).
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class Cycle:
         batch: int,
         capacity: int,
         max_tokens: int,
+        acceptance: str = "token",
     ):
         self.target, self.drafter, self.policy, self.num_draft = target, drafter, policy, num_draft
+        self.acceptance = acceptance
         device = target.device
         self.progress: Progress = make_progress(batch, max_tokens, NUM_STOPS, device)
 
@@ -193,7 +196,8 @@ class Cycle:
         law = row_law(
             logits, laws.row_temperature, laws.row_top_k, laws.row_top_p, arrivals=self.arrivals
         )
-        accepted, following = verify(
+        rule = block_verify if self.acceptance == "block" else verify
+        accepted, following = rule(
             logits.unflatten(0, (-1, self.rows)), law, draft, q, laws.temperature,
             laws.accept_key, progress.draft_counter, laws.final_key, progress.final_counter,
             progress.offered, laws.forced, arrivals=self.arrivals,
@@ -213,16 +217,23 @@ class Cycle:
 
     def verify_pass(self, draft: Int[Tensor, "B P"]) -> Float[Tensor, "BG V"]:
         """Target logits of [anchor, path]; its features go to `features`."""
-        side, trunk = self.large, self.large.trunk
-        norm = trunk.layers[0].input_norm
+        if self.drafter is None:
+            return self.target_logits(self.target_rows(draft, None))
+        rows = self.target_rows(draft, self.taps)
+        with self._beside():
+            self._fuse_features()
+        return self.target_logits(rows)
+
+    def target_rows(self, draft: Int[Tensor, "B P"], taps: Mapping[int, Tensor] | None) -> Rows:
+        """The block [anchor, path] through the target's layers and its cache."""
+        side, norm = self.large, self.large.trunk.layers[0].input_norm
         stream = embed_block(side.embedding, self.progress.anchor, draft, 1.0, norm)
-        taps = None if self.drafter is None else self.taps
-        rows = run_layers(trunk, stream, side.keys, side.values, self.progress.start, True,
+        return run_layers(side.trunk, stream, side.keys, side.values, self.progress.start, True,
                           side.scratch, taps)  # fmt: skip
-        if taps is not None:
-            with self._beside():
-                self._fuse_features()
-        return linear(rows, side.head, side.head_bias)
+
+    def target_logits(self, rows: Rows) -> Float[Tensor, "BG V"]:
+        """The target's output head."""
+        return linear(rows, self.large.head, self.large.head_bias)
 
     def _fuse_features(self) -> None:
         """The context's hidden states. They are ready before the head and take as long as it does
@@ -274,23 +285,31 @@ class Cycle:
         return blocks if settings.sample_from_anchor else blocks[:, 1:]
 
     def _selector(self, rows: Rows, logits: Tensor) -> tuple[Tensor, CandidateLaw | None]:
-        selector, laws = self.drafter.candidate_selector, self.laws
-        with self._beside():
-            gate = linear(rows, selector.hidden_projection.weight)
-        unary, ids = (
-            self._slots(part).contiguous() for part in candidate_topk(logits, selector.top_k)
-        )
-        self._join()
+        laws = self.laws
+        unary, ids, gate = self.candidates(rows, logits)
         greedy = self.policy == "selector_greedy"
         temperature = torch.zeros_like(laws.temperature) if greedy else laws.temperature
         tokens, law = select(
-            unary, ids, self.progress.anchor, self._slots(gate), *self.codebooks, temperature,
+            unary, ids, self.progress.anchor, gate, *self.codebooks, temperature,
             laws.draft_key, self.progress.draft_counter, arrivals=self.arrivals,
         )  # fmt: skip
         window = slice(None), slice(self.num_draft)
         if greedy:
             return tokens[window], None
         return tokens[window], CandidateLaw(ids[window].contiguous(), law[window].contiguous())
+
+    def candidates(
+        self, rows: Rows, logits: Float[Tensor, "BG V"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Unary scores and ids of the best candidates of every slot, and the selector's gate."""
+        selector = self.drafter.candidate_selector
+        with self._beside():
+            gate = linear(rows, selector.hidden_projection.weight)
+        unary, ids = (
+            self._slots(part).contiguous() for part in candidate_topk(logits, selector.top_k)
+        )
+        self._join()
+        return unary, ids, self._slots(gate)
 
     def _sampled(self, logits: Tensor) -> tuple[Tensor, FullLaw]:
         """Each verified slot alone from the request's law."""

@@ -17,17 +17,16 @@ from dflash2_lab.decoding.requests import (
     verify_window,
 )
 from dflash2_lab.decoding.steps import (
-    ACCEPTANCES,
     Accepted,
     DrafterRow,
     Proposal,
     TargetRow,
     accept,
+    check_acceptance,
     check_row,
     draws,
     target_law,
 )
-from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import inverse_cdf
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.target import Target
@@ -49,8 +48,7 @@ class EagerEngine:
         num_draft: int | None = None,
         acceptance: str = "token",
     ):
-        if acceptance not in ACCEPTANCES:
-            raise LabError(f"acceptance: found {acceptance!r}, expected 'token' or 'block'")
+        check_acceptance(acceptance)
         self.num_draft = verify_window(target, drafter, policy, num_draft)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.acceptance = acceptance

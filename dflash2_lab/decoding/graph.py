@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash2_lab.decoding.cycle import NUM_STOPS, Cycle, Side
 from dflash2_lab.decoding.requests import Decoded, Request, check_request, verify_window
+from dflash2_lab.decoding.steps import check_acceptance
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.commit import BROKEN, FULL, RUNNING, STOPPED
 from dflash2_lab.kernels.draw import draw
@@ -43,8 +44,8 @@ class GraphEngine:
     """Decodes requests on static memory, `batch_size` at a time, of at most `max_total` tokens.
 
     Dense Llama, Qwen2 and Qwen3 targets. Raises `LabError` for another architecture, a drafter,
-    policy or window that does not fit, another acceptance rule than "token", and when the GPU's
-    memory does not suffice; the memory is free again then.
+    policy or window that does not fit, an unknown acceptance rule, and when the GPU's memory does
+    not suffice; the memory is free again then.
     """
 
     def __init__(
@@ -57,11 +58,7 @@ class GraphEngine:
         num_draft: int | None = None,
         acceptance: str = "token",
     ):
-        if acceptance != "token":
-            raise LabError(
-                f"graph engine: acceptance {acceptance!r} found, expected 'token'; block "
-                "verification needs engine='eager'"
-            )
+        check_acceptance(acceptance)
         if batch_size < 1 or max_total < 2:
             raise LabError(
                 f"graph engine: batch_size {batch_size} and max_total {max_total} found, expected "
@@ -69,17 +66,21 @@ class GraphEngine:
             )
         self.num_draft = verify_window(target, drafter, policy, num_draft)
         self.target, self.drafter, self.policy = target, drafter, policy
-        self.batch_size, self.max_total = batch_size, max_total
+        self.batch_size, self.max_total, self.acceptance = batch_size, max_total, acceptance
         block = 1 if drafter is None else drafter.settings.block_size
         capacity = max_total + max(block, self.num_draft + 1)
         with _memory_errors(batch_size, max_total):
-            self.cycle = Cycle(
-                target, drafter, policy, self.num_draft, batch_size, capacity, max_total + block
-            )
+            self.cycle = self._make_cycle(capacity, max_total + block)
             self.graph = self.reading = None
             if target.device.type == "cuda":
                 self.reading = torch.cuda.Stream()
                 self.graph = self._capture()
+
+    def _make_cycle(self, capacity: int, max_tokens: int) -> Cycle:
+        return Cycle(
+            self.target, self.drafter, self.policy, self.num_draft, self.batch_size, capacity,
+            max_tokens, self.acceptance,
+        )  # fmt: skip
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()

@@ -42,6 +42,12 @@ from dflash2_lab.target import Target, layer_outputs
 ACCEPTANCES = ("token", "block")
 
 
+def check_acceptance(acceptance: str) -> None:
+    """Raise `LabError` for an unknown rule."""
+    if acceptance not in ACCEPTANCES:
+        raise LabError(f"acceptance: found {acceptance!r}, expected 'token' or 'block'")
+
+
 @dataclass(frozen=True, eq=False)
 class Proposal:
     """Drafted tokens and the law q that each was drawn from.
@@ -74,7 +80,7 @@ class Proposal:
         q = torch.zeros(vocab, dtype=torch.float64, device=self.tokens.device)
         if self.law is None:
             return q.index_fill_(0, self.tokens[slot], 1.0)
-        return q.index_put_((self.ids[slot],), self.law[slot].double())
+        return q.index_put_((self.ids[slot],), self.law[slot].double(), accumulate=True)
 
 
 class Accepted(NamedTuple):
@@ -139,7 +145,7 @@ def _markov(block: Block, temperature: float, uniform: Float[Tensor, " P"]) -> P
         scores = markov_logits(block, slot, previous)
         check_logits(scores, broken)
         if temperature > 0:
-            laws.append(torch.softmax(scores / temperature, dim=-1))
+            laws.append(filter_logits(scores, temperature))
             previous = inverse_cdf(laws[-1], uniform[slot : slot + 1])
         else:
             previous = scores.argmax(-1)
@@ -190,6 +196,12 @@ def block_weights(
         for slot in range(1, len(ratios))
     ]
     return weights, torch.stack([*left, weights[-1]])[: len(ratios)]
+
+
+def block_chances(p: Float[Tensor, "P1 V"], proposal: Proposal) -> Float[Tensor, " P"]:
+    """h_1..h_P of block verification, float64; 0 where a test cannot pass (0 / 0: equal laws)."""
+    weights, left = block_weights(p, proposal)
+    return (left / (left + 1 - weights[1:])).nan_to_num(0.0)
 
 
 def residual(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:

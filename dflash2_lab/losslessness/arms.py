@@ -18,7 +18,7 @@ from dflash2_lab.policies import Block, candidates
 from dflash2_lab.sampling import Sampling, filter_logits
 
 ARMS = ("realistic", "opposite", "near-perfect")
-_OWN_SHARE = 0.8  # of the target's p in the near-perfect proposal
+OWN_SHARE = 0.8  # of the target's p in the near-perfect proposal
 
 
 def check_arms(arms: Sequence[str], policy: str) -> None:
@@ -60,7 +60,7 @@ def near_perfect(
         p = target_law(row.target, logits, sampling)[0].double()
         p /= p.sum()
         own = filter_logits(block.logits[0, slot].double(), sampling.temperature)
-        laws.append(_OWN_SHARE * p + (1 - _OWN_SHARE) * own)
+        laws.append(OWN_SHARE * p + (1 - OWN_SHARE) * own)
         previous = int(inverse_cdf(laws[-1], uniform[slot]))
         tokens.append(previous)
         row.roll_back(0)

@@ -3,6 +3,8 @@
 - Every draft is what its reported law gives with the number that was used, and every reported law
   sums to 1: q is the law drawn from (a q rounded to bfloat16 fails, which no sample of any size
   that one could draw would show).
+- Every step accepts the drafts, and ends with the token, that the rule gives with the verifier's
+  own p, the reported q and the numbers that were used.
 - No random number is used twice, in whatever role.
 - The rule with the verifier's own p and q gives that p, and that p is the independent one up to the
   target's rounding.
@@ -10,59 +12,83 @@
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dflash2_lab.decoding.steps import DrafterRow, Proposal, TargetRow
-from dflash2_lab.kernels.candidate_selector import inverse_cdf
+from dflash2_lab.decoding.steps import Proposal, at_tokens, block_weights, residual
 from dflash2_lab.losslessness.certificate import Check
-from dflash2_lab.losslessness.witness import Evidence, Testimony
+from dflash2_lab.losslessness.weighing import Evidence
+from dflash2_lab.losslessness.witness import Step, Testimony
 
-_RULE_LIMIT = 1e-6  # total variation, for laws in float32
-_LAW_SUM = 1e-6
-_LAW_LIMIT = 1e-3  # total variation of float32 passes of two shapes; measured: 1e-5
-_STATE_LIMIT = 2e-4  # of float32 caches, relative to their largest entry; measured: 1e-5
-
-
-def audit(
-    testimonies: Sequence[Testimony], evidence: Sequence[Evidence], state: float
-) -> list[Check]:
-    """The gates of a decode. `state` is the largest `state_error`."""
-    implied = np.concatenate([part.implied for part in evidence])
-    moved = np.concatenate([part.moved for part in evidence])
-    steps = [step for found in testimonies for step in found.steps]
-    wrong = sum(wrong_draws(step.proposal, step.uniform) for step in steps)
-    sums = max((law_error(step.proposal) for step in steps), default=0.0)
-    used = Counter(key for found in testimonies for key in found.keys)
-    twice = sum(count - 1 for count in used.values())
-    return [
-        Check("draws", wrong, 0, "drafts that are not what the reported q gives"),
-        Check("q sums", sums, _LAW_SUM, "largest distance of a reported q's sum from 1"),
-        Check("random numbers", twice, 0, "random numbers used more than once"),
-        Check("rule", _largest(implied), _RULE_LIMIT, "TV of the rule's law, verifier's p and q"),
-        Check("target", _largest(moved), _LAW_LIMIT, "TV of the verifier's p, independent p"),
-        Check("state", state, _STATE_LIMIT, "caches against the committed tokens alone"),
-    ]
+_EDGE = 1e-6  # how far a number of a draw or test may be on the wrong side, by rounding
+GATES = {
+    "draws": (0, "drafts that are not what the reported q gives"),
+    "q sums": (1e-6, "largest distance of a reported q's sum from 1"),
+    "decisions": (0, "steps that accept other drafts than the rule"),
+    "finals": (0, "steps that end with another token than the rule's"),
+    "random numbers": (0, "random numbers used more than once"),
+    "rule": (1e-6, "TV of the rule's law, verifier's p and q"),
+    "target": (1e-3, "TV of the verifier's p, independent p"),  # float32: 1e-5 measured
+    "state": (2e-4, "caches against the committed tokens alone"),  # float32: 1e-5 measured
+}
 
 
-def _largest(values: Float[np.ndarray, " n"]) -> float:
-    return float(values.max()) if len(values) else 0.0
+class Audit:
+    """The gates of a decode, filled response by response; what it has seen may be let go."""
+
+    def __init__(self) -> None:
+        self.found = dict.fromkeys(GATES, 0.0)
+        self.used = Counter()
+
+    def see(self, found: Testimony, evidence: Evidence) -> None:
+        """Look at one response, while its laws are there."""
+        self.used.update(found.keys)
+        for step in found.steps:
+            low, high = allowed_counts(step)
+            self.found["draws"] += wrong_draws(step.proposal, step.uniform)
+            self.found["decisions"] += not low <= step.num <= high
+            self.found["finals"] += wrong_final(step)
+            self._largest("q sums", law_error(step.proposal))
+        self._largest("rule", *evidence.implied)
+        self._largest("target", *evidence.moved)
+        self._largest("state", evidence.state)
+
+    def _largest(self, name: str, *values: float) -> None:
+        self.found[name] = float(np.max([self.found[name], *values]))  # a NaN stays
+
+    def checks(self) -> list[Check]:
+        """All gates, over what was seen."""
+        twice = sum(count - 1 for count in self.used.values())
+        found = self.found | {"random numbers": twice}
+        return [
+            Check(name, found[name], limit, meaning) for name, (limit, meaning) in GATES.items()
+        ]
 
 
-def wrong_draws(proposal: Proposal, uniform: Float[Tensor, " P"]) -> int:
+def wrong_draws(proposal: Proposal, uniform: Float[Tensor, " T"]) -> int:
     """Drafted tokens that the reported law does not give with the numbers that drove them."""
     if proposal.law is None:
         return 0  # one-hot on what was drawn, however it was drawn
-    choice = inverse_cdf(proposal.law, uniform[: len(proposal.tokens)])
+    law, choice = proposal.law, proposal.tokens
     if proposal.ids is not None:
-        choice = proposal.ids.gather(-1, choice.clamp_max(proposal.ids.shape[-1] - 1)[:, None])[
-            :, 0
-        ]
-    return int((choice != proposal.tokens).sum())
+        is_it = proposal.ids == choice[:, None]
+        law, choice = law * is_it.any(-1, keepdim=True), is_it.int().argmax(-1)
+    return int((~_given(law, choice, uniform[: len(choice)])).sum())
+
+
+def _given(
+    law: Float[Tensor, "n N"], choice: Int[Tensor, " n"], uniform: Float[Tensor, " n"]
+) -> Bool[Tensor, " n"]:
+    """Whether the inverse cdf gives each choice for its number, up to rounding."""
+    cdf = law.double().cumsum(-1)
+    cdf = cdf / cdf[:, -1:]
+    upper = cdf.gather(-1, choice[:, None])[:, 0]
+    mass = law.gather(-1, choice[:, None])[:, 0].double()
+    lower = torch.where(choice > 0, cdf.gather(-1, (choice - 1).clamp_min(0)[:, None])[:, 0], 0.0)
+    return (mass > 0) & (lower - _EDGE <= uniform) & (uniform < upper + _EDGE)
 
 
 def law_error(proposal: Proposal) -> float:
@@ -72,30 +98,33 @@ def law_error(proposal: Proposal) -> float:
     return float((proposal.law.double().sum(-1) - 1).abs().max())
 
 
-@torch.inference_mode()
-def state_error(found: Testimony) -> float:
-    """Largest difference between the caches after the last step and those of one plain pass over
-    the committed tokens, relative to the largest entry of each."""
-    row, drafts = found.rows
-    ids = [*found.request.prompt_ids, *found.response][: row.length]
-    fresh = TargetRow(row.target, row.layer_ids)
-    _, features = fresh.extend(ids)
-    errors = [
-        _relative(kept, new) for kept, new in zip(_tensors(row), _tensors(fresh), strict=True)
-    ]
-    again = DrafterRow(drafts.drafter, drafts.target)
-    again.commit(features)
-    for kept, new in zip(drafts.keys, again.keys, strict=True):
-        errors += [_relative(*pair) for pair in zip(kept, new, strict=True)]
-    return max(errors)
+def allowed_counts(step: Step) -> tuple[int, int]:
+    """The fewest and the most drafts that the rule accepts with the numbers that were used; two of
+    them where a number is at the edge of a test."""
+    if step.chances is not None:
+        slots = torch.arange(1, len(step.chances) + 1, device=step.chances.device)
+        passed = (step.tests < step.chances + shift for shift in (-_EDGE, _EDGE))
+        low, high = (int((slots * flags).max()) for flags in passed)
+        return low, high
+    # A draft that was refused leaves no laws of the slots behind it.
+    laws = torch.cat([step.laws, step.laws[-1:]])[: len(step.proposal.tokens) + 1]
+    offered = step.proposal.first(len(laws) - 1)
+    chances = at_tokens(laws, offered) / offered.mass()
+    passed = (step.tests[: len(chances)] < chances + shift for shift in (-_EDGE, _EDGE))
+    low, high = (int(flags.cumprod(-1).sum()) for flags in passed)
+    return low, high
 
 
-def _tensors(row: TargetRow) -> list[Tensor]:
-    layers = row.cache.layers
-    return [x for layer in layers for x in (layer.keys, layer.values)]
-
-
-def _relative(kept: Tensor, new: Tensor) -> float:
-    if kept.shape != new.shape:
-        return float("inf")
-    return float((kept - new).abs().max() / new.abs().max().clamp_min(1e-9))
+def wrong_final(step: Step) -> bool:
+    """Whether a step ends with another token than its number gives, by the residual law or, after
+    all drafts, by the law of the bonus. A step may end without a token of its own."""
+    if len(step.laws) <= step.num:
+        return False
+    law = step.laws[step.num]
+    if step.num < len(step.proposal.tokens):
+        if step.chances is not None:
+            weights, _ = block_weights(step.laws, step.proposal.first(step.num))
+            law = weights[-1] * law
+        law = residual(law, step.proposal.dense(step.num, len(law)))
+    token = torch.tensor([step.token], device=law.device)
+    return not bool(_given(law[None], token, step.final[None]))

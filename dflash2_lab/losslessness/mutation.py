@@ -6,8 +6,9 @@ smallest size from which it was found at every size up. What sampling cannot see
 law reported is the law drawn from" must. The harmless controls must pass.
 """
 
+import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from dflash2_lab.losslessness.battery import (
     pit_tests,
 )
 from dflash2_lab.losslessness.faults import CONTROLS, FAULTS, Fault, find_fault
+from dflash2_lab.losslessness.monitor import log_e_process
 from dflash2_lab.losslessness.scoring import Scores
 from dflash2_lab.losslessness.toy import Toy, make_toy
 from dflash2_lab.losslessness.toy_decoding import decode
@@ -45,7 +47,7 @@ class Outcome:
         listed_tokens: the size of its entry; None: it has none.
         num_tokens: emitted tokens of the run that it was judged on.
         tokens: the smallest size at which, and at all larger ones, it was found; None: it passed.
-        found_by: the statistic with the smallest p-value there, or "draw_contract".
+        found_by: the test with the smallest p-value there, or "draw_contract".
     """
 
     name: str
@@ -145,7 +147,8 @@ def judge(toy: Toy, fault: Fault, num_tokens: int, seed: int = 0) -> Outcome:
     while size >= _SMALLEST:
         noise = np.random.default_rng((*entropy, size))
         drafted = None if fault.rules.block_rule else observe_drafts(toy, decoded, size)
-        rejected = rejections(first_tokens(emitted, size // NUM_STREAMS), drafted, noise)
+        part = first_tokens(emitted, size // NUM_STREAMS)
+        rejected = rejections(p_values(part, drafted, noise))
         if not rejected:
             break
         found, size = (size, rejected[0]), size // 2
@@ -155,16 +158,29 @@ def judge(toy: Toy, fault: Fault, num_tokens: int, seed: int = 0) -> Outcome:
     return Outcome(*entry, num_tokens, *(found or (None, None)))
 
 
-def rejections(emitted: Emitted, drafted: Drafted | None, noise: np.random.Generator) -> list[str]:
-    """Tests of one run that reject at the levels of the default budget, smallest p-value first."""
-    budget = Budget()
-    p_values = pit_tests(emitted, noise)
-    found = holm(p_values, budget.level("pit"))
-    if drafted is not None:
-        components = component_tests(drafted, noise)
-        p_values |= components
-        found += holm(components, budget.level("component"))
-    return sorted(found, key=p_values.get)
+def p_values(
+    emitted: Emitted, drafted: Drafted | None, noise: np.random.Generator
+) -> dict[str, dict[str, float]]:
+    """All tests of one run by tier, as `verify` holds them; the monitor's is 1 / max E."""
+    largest = log_e_process(emitted, noise).max(initial=0.0)
+    return {
+        "pit": pit_tests(emitted, noise),
+        "component": component_tests(drafted, noise) if drafted is not None else {},
+        "monitor": {"monitor": math.exp(-largest)},
+    }
+
+
+def rejections(
+    tiers: Mapping[str, Mapping[str, float]],
+    budget: Budget = Budget(),  # noqa: B008 - frozen
+) -> list[str]:
+    """Tests of one run that reject at the levels of the budget, smallest p-value first."""
+    found = {
+        name: tests[name]
+        for tier, tests in tiers.items()
+        for name in holm(tests, budget.level(tier))
+    }
+    return sorted(found, key=found.get)
 
 
 def first_tokens(emitted: Emitted, length: int) -> Emitted:

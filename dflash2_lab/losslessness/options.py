@@ -26,6 +26,9 @@ a line of FILE is a JSON object:
 
 examples:
   dflash2-lab verify --drafter zoo:dflash2 --out runs/certificate
+  dflash2-lab verify --drafter zoo:dflash2 --engine graph --device cuda --level release \
+      --also 0.8,0.95,50 --out runs/release
+  dflash2-lab verify --drafter zoo:dflash2 --temperature 0 --dtype bfloat16
   dflash2-lab verify --drafter zoo:dflash2 --inject residual-is-p
   dflash2-lab verify --samples vllm.jsonl --target Qwen/Qwen3-4B --dtype bfloat16 \\
       --temperature 0.8 --top-p 0.95 --out runs/audit
@@ -33,6 +36,7 @@ examples:
   dflash2-lab verify --samples a.jsonl --against b.jsonl
   dflash2-lab verify --enumerate
   dflash2-lab verify --mutation-score --json
+  dflash2-lab verify --drafter zoo:dflash2 --mutation-score --temperature 0.8 --top-p 0.95
 """
 
 
@@ -45,6 +49,19 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--policy", default=None, help="of the drafter (default: its own)")
     command.add_argument(
         "--acceptance", default="token", choices=("token", "block"), help="verification rule"
+    )
+    command.add_argument(
+        "--engine",
+        default="eager",
+        choices=("eager", "graph"),
+        help="eager: any target; graph: dense Llama, Qwen2 and Qwen3, several rows at a time",
+    )
+    command.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="T[,TOP_P[,TOP_K]]",
+        help="one more configuration to decode with, such as 0.8,0.95,50; may be repeated",
     )
     command.add_argument(
         "--inject",
@@ -74,7 +91,8 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mutation-score",
         action="store_true",
-        help="run the tests on broken decoders of a toy, and count those that they catch",
+        help="run the tests on broken decoders of a toy, and count those that they catch; with "
+        "--drafter: plant every fault of the catalogue in the real decode",
     )
     _target(command)
     _template(command)
@@ -82,7 +100,8 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=None,
-        help="of the decode (default: 1), or of samples that do not say theirs; 0 is greedy",
+        help="of the decode (default: 1), or of samples that do not say theirs; 0 is greedy, which "
+        "is held against the target's own one-token passes",
     )
     command.add_argument("--top-p", type=float, default=1.0, help="kept mass; 1 is off")
     command.add_argument("--top-k", type=int, default=0, help="0 is off")

@@ -47,18 +47,8 @@ def audit_text(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, _verdict(result["verdict"])])
 
 
-def law_text(sampling: Mapping[str, Any]) -> str:
-    """Sampling options as words."""
-    if sampling["temperature"] == 0:
-        return "greedy"
-    words = [f"T = {sampling['temperature']:g}"]
-    words += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
-    words += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
-    return ", ".join(words)
-
-
 def _sampled(part: Mapping[str, Any], dtype: str) -> list[str]:
-    laws = "; ".join(map(law_text, part["sampling"][:4])) + ("; ..." * (len(part["sampling"]) > 4))
+    laws = "; ".join(part["laws"][:4]) + ("; ..." * (len(part["laws"]) > 4))
     rows = [
         [name, _number(p), "rejected" if name in part["rejected"] else "", LOOKS[name]]
         for name, p in part["p_values"].items()

@@ -171,13 +171,15 @@ def _sampled(
     p_values = pit_tests(emitted, np.random.default_rng([seed, *b"audit"]))
     del p_values["slots"]  # places in a block, which are not known here
     rejected = holm(p_values, alpha)
+    laws = list(dict.fromkeys(row.sampling for row in rows))
     outside = np.flatnonzero(emitted.scores.p <= 0)
     verdict = "no difference" if len(stream) >= LEVELS[level] else "inconclusive"
     return {
         "verdict": "differ" if rejected else verdict,
         "num_samples": len(rows),
         "num_tokens": len(stream),
-        "sampling": [asdict(one) for one in dict.fromkeys(row.sampling for row in rows)],
+        "sampling": [asdict(one) for one in laws],
+        "laws": [one.label for one in laws],
         "level": level,
         "level_tokens": LEVELS[level],
         "alpha": alpha,

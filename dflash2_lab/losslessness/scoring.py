@@ -97,15 +97,19 @@ def score(
 
 
 def residual_pit(
-    tokens: Int[Tensor, " n"], p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]
+    tokens: Int[Tensor, " n"],
+    p: Float[Tensor, "n V"],
+    q: Float[Tensor, "n V"],
+    weight: Float[Tensor, " n"] | None = None,
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Return F(x^-) and the mass of x under (p - q)+ / |(p - q)+|, the vocabulary ordered by q.
+    """Return F(x^-) and the mass of x under (w p - q)+, normalised, the vocabulary ordered by q.
 
-    Where p = q there is no residual, and both are 0.
+    The weight w is 1 but for block verification. Where nothing is left (p = q) both are 0.
     """
     _check(tokens, p, "p")
     _check(tokens, q, "q")
-    residual = (p - q).clamp_min(0.0)
+    residual = (p if weight is None else weight[:, None] * p) - q
+    residual = residual.clamp_min(0.0)
     law = residual / residual.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     below = _mass(law, _before(tokens, q))
     return below.cpu().numpy(), law.gather(-1, tokens[:, None])[:, 0].cpu().numpy()

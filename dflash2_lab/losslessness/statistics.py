@@ -7,6 +7,7 @@ A statistic that has too little to go by returns 1 ("nothing against the null"),
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -118,27 +119,48 @@ def standard_score(
     return float(min(1.0, 2 * tail))
 
 
+class CellTest(NamedTuple):
+    """A chi-squared test of cells; `tv` is half the sum of |share seen - share expected|."""
+
+    num: int
+    tv: float
+    statistic: float
+    df: int
+    p_value: float
+
+
 def cell_chi_square(expected: Float[np.ndarray, "n k"], cell: Int[np.ndarray, " n"]) -> float:
+    """The p-value of `cell_test`."""
+    return cell_test(expected, cell).p_value
+
+
+def cell_test(expected: Float[np.ndarray, "n k"], cell: Int[np.ndarray, " n"]) -> CellTest:
     """X = D' S^+ D, D = counts - sum of p, S = sum of (diag p - p p'): a law of its own per token.
 
     Rare cells are merged, and directions of variance at most 2 are left out with their degree of
-    freedom.
+    freedom. Where none is left the statistic is 0 and p 1.
     """
-    if len(cell) < MIN_TOKENS:
-        return 1.0
+    num, total = len(cell), expected.sum(axis=0)
+    difference = np.bincount(cell, minlength=len(total)) - total
+    tv = float(abs(difference).sum() / (2 * max(num, 1)))
+    nothing = CellTest(num, tv, 0.0, 0, 1.0)
+    if num < MIN_TOKENS:
+        return nothing
     merge = _merge_rare(expected)
     if merge.shape[1] == 2:  # one degree of freedom: the score test knows the skewness
         p, inside = expected @ merge[:, 0], merge[cell, 0]
-        return standard_score(inside - p, p * (1 - p), p * (1 - p) * (1 - 2 * p))
-    total = expected.sum(axis=0)
+        spread = p * (1 - p)
+        p_value = standard_score(inside - p, spread, spread * (1 - 2 * p))
+        away = float(difference @ merge[:, 0])
+        return CellTest(num, tv, away**2 / float(spread.sum()), 1, p_value)
     spread = merge.T @ (np.diag(total) - expected.T @ expected) @ merge
     values, vectors = np.linalg.eigh(spread)
     wide = values > _MIN_VARIANCE
     if not wide.any():
-        return 1.0
-    difference = (np.bincount(cell, minlength=len(total)) - total) @ merge
-    along = difference @ vectors[:, wide]
-    return float(chdtrc(wide.sum(), (along**2 / values[wide]).sum()))
+        return nothing
+    along = difference @ merge @ vectors[:, wide]
+    statistic, df = float((along**2 / values[wide]).sum()), int(wide.sum())
+    return CellTest(num, tv, statistic, df, float(chdtrc(df, statistic)))
 
 
 def _merge_rare(expected: Float[np.ndarray, "n k"]) -> Float[np.ndarray, "k g"]:

@@ -1,9 +1,12 @@
 """What the battery is given of a decode of the toy: scores of tokens, drafts and verifier's log.
 
 Every law is looked up afresh from the emitted tokens; of the decoder only its output, the q it
-reported and the number of drafts it kept are used.
+reported and the number of drafts it kept are used. As in a real decode the number of tokens is
+fixed and the log is that of all blocks they came from: of the correct toy 1.6 drafts a token.
 """
 
+from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +14,10 @@ import torch
 from jaxtyping import Float, Int
 
 from dflash2_lab.losslessness.battery import Drafted, Emitted
-from dflash2_lab.losslessness.scoring import residual_pit, score
+from dflash2_lab.losslessness.scoring import Scores, residual_pit, score
 from dflash2_lab.losslessness.toy import Toy
 from dflash2_lab.losslessness.toy_decoding import Decoded, Verification
 from dflash2_lab.losslessness.toy_noise import taken
-
-_TOKENS_PER_DRAFT = 4  # 4,096 emitted tokens come with 1,024 drafts
 
 
 class Streams(NamedTuple):
@@ -37,8 +38,7 @@ def streams(toy: Toy, decoded: Decoded, num_tokens: int) -> Streams:
     kept = (slots < decoded.emitted[..., None]) & (first[..., None] + slots < length)
     row, block, slot = (part.reshape(N, length) for part in kept.transpose(1, 0, 2).nonzero())
     tokens = decoded.tokens[block, row, slot]
-    history = np.concatenate([np.stack([decoded.start // V, decoded.start % V], 1), tokens], axis=1)
-    return Streams(tokens, history[:, :-2] * V + history[:, 1:-1], block, slot)
+    return Streams(tokens, _contexts(decoded.start, tokens, V)[:, :-1], block, slot)
 
 
 def observe_tokens(toy: Toy, decoded: Decoded, num_tokens: int) -> Emitted:
@@ -56,34 +56,29 @@ def observe_tokens(toy: Toy, decoded: Decoded, num_tokens: int) -> Emitted:
     return Emitted(score(*_tensors(tokens, p, q)), row, order, slot)
 
 
-def observe_drafts(toy: Toy, decoded: Decoded, num_tokens: int) -> Drafted | None:
-    """Drafts of the first blocks of all rows, a fixed number of them: num_tokens / 4 drafts a run.
-
-    None where that is not a block of each row.
-    """
-    V, P, N = toy.config.vocab, toy.config.num_draft, len(decoded.start)
-    T = num_tokens * decoded.num_runs // (N * P * _TOKENS_PER_DRAFT)
-    if T == 0:
-        return None
-    # Every block emits at least one token and at most P + 1 <= 4 P, so that T blocks are there.
-    path, ids, law, num = (
-        part[:T] for part in (decoded.path, decoded.ids, decoded.law, decoded.num)
+def observe_drafts(toy: Toy, decoded: Decoded, num_tokens: int) -> Drafted:
+    """The log of the blocks that the first tokens of every row came from, `num_tokens` a run."""
+    V, P = toy.config.vocab, toy.config.num_draft
+    row, block, first = _blocks(decoded, num_tokens)
+    tokens, path, ids, law, num = (
+        part[block, row]
+        for part in (decoded.tokens, decoded.path, decoded.ids, decoded.law, decoded.num)
     )
-    path, ids, law, num = path.reshape(T * N, P), _flat(ids), _flat(law), num.ravel()
-    contexts = _path_contexts(toy, decoded, T)
+    contexts = _contexts(streams(toy, decoded, num_tokens).context[row, first], path, V)
     v = Verification(toy.p, contexts, path, ids, law)
-    q = _dense(_flat(ids), _flat(law), V)
-    drafts = score(*_tensors(path.ravel(), q))
+    # Of q the candidates alone: a rank is a rank among them.
+    place = (ids == path[..., None]).argmax(-1)
+    drafts = score(*_tensors(place.ravel(), _law(_flat(law))))
     given = v.q_drafted()
     chance = np.where(given > 0, v.p_drafted() / np.where(given > 0, given, 1.0), 1.0)
     slots = np.arange(P)
-    last = decoded.tokens[:T].reshape(T * N, P + 1)[np.arange(T * N), num]
-    full = num == P
-    at = np.minimum(num, P - 1)
-    refused = _tensors(last[~full], v.p(at)[~full], taken(q.reshape(T * N, P, V), at)[~full])
+    last = taken(tokens, num)
+    full, at = num == P, np.minimum(num, P - 1)
+    refused = tuple(taken(part, at)[~full] for part in (contexts, ids, law))
+    left = _tensors(last[~full], toy.p[refused[0]], _dense(*refused[1:], V))
     # A decoder that drops the bonus has drawn it all the same.
-    bonus = score(*_tensors(last[full], v.p(num)[full]))
-    below, mass = residual_pit(*refused)
+    bonus = score(*_tensors(last[full], toy.p[contexts[full, P]]))
+    below, mass = residual_pit(*left)
     return Drafted(
         heat_score=drafts.heat_score,
         heat_variance=drafts.heat_variance,
@@ -100,21 +95,45 @@ def observe_drafts(toy: Toy, decoded: Decoded, num_tokens: int) -> Drafted | Non
     )
 
 
-def _path_contexts(toy: Toy, decoded: Decoded, T: int) -> Int[np.ndarray, "TN P1"]:
-    """Context of each drafted slot, and after the last, of the first T blocks."""
-    V, (_, N) = toy.config.vocab, decoded.num.shape
-    context, rows, found = decoded.start, np.arange(N), []
-    for tokens, emitted, path in zip(
-        decoded.tokens[:T], decoded.emitted[:T], decoded.path[:T], strict=True
-    ):
-        before = np.stack([context // V, context % V], axis=1)
-        found.append(_contexts(np.concatenate([before, path], axis=1), V))
-        history = np.concatenate([before, tokens], axis=1)
-        context = history[rows, emitted] * V + history[rows, emitted + 1]
-    return np.concatenate(found)
+def observe_runs(toy: Toy, decoded: Decoded, num_tokens: int) -> Iterator[tuple[Emitted, Drafted]]:
+    """What `observe_tokens` and `observe_drafts` make of each run, scored side by side."""
+    emitted, drafted = (of(toy, decoded, num_tokens) for of in (observe_tokens, observe_drafts))
+    row, block, _ = _blocks(decoded, num_tokens)
+    run = row * decoded.num_runs // len(decoded.start)
+    full = decoded.num[block, row] == toy.config.num_draft
+    place = {"residual": run[~full], "bonus": run[full]}
+    drafts = run.repeat(toy.config.num_draft)
+    of_column = [place.get(name.split("_")[0], drafts) for name in drafted._fields]
+    of_token = emitted.stream * decoded.num_runs // len(decoded.start)
+    for index in range(decoded.num_runs):
+        yield (
+            Emitted(
+                Scores(*(_of_run(part, of_token, index) for part in emitted.scores)),
+                *(_of_run(part, of_token, index) for part in emitted[1:]),
+            ),
+            Drafted(*(map(_of_run, drafted, of_column, repeat(index)))),
+        )
 
 
-def _contexts(history: Int[np.ndarray, "N L2"], vocab: int) -> Int[np.ndarray, "N L1"]:
+def _of_run(
+    part: Float[np.ndarray, "n *rest"], run: Int[np.ndarray, " n"], index: int
+) -> Float[np.ndarray, "m *rest"]:
+    """The rows of one run; rows are in the order of runs."""
+    return part[slice(*np.searchsorted(run, [index, index + 1]))]
+
+
+def _blocks(decoded: Decoded, num_tokens: int) -> tuple[Int[np.ndarray, " n"], ...]:
+    """Row, block, and place of its first token, of all blocks that the tokens came from."""
+    first = decoded.emitted.cumsum(0) - decoded.emitted
+    row, block = (first < num_tokens * decoded.num_runs // len(decoded.start)).T.nonzero()
+    return row, block, first[block, row]
+
+
+def _contexts(
+    start: Int[np.ndarray, " N"], tokens: Int[np.ndarray, "N L"], vocab: int
+) -> Int[np.ndarray, "N L1"]:
+    """The context of each token after those, and after the last."""
+    history = np.concatenate([np.stack([start // vocab, start % vocab], 1), tokens], axis=1)
     return history[:, :-1] * vocab + history[:, 1:]
 
 
@@ -125,10 +144,15 @@ def _flat(array: np.ndarray) -> np.ndarray:
 def _dense(
     ids: Int[np.ndarray, "n M"], law: Float[np.ndarray, "n M"], vocab: int
 ) -> Float[np.ndarray, "n V"]:
-    """Laws over the vocabulary; a reported q that rounding left without sum 1 is normalised."""
+    """Laws over the vocabulary."""
     dense = np.zeros((len(ids), vocab))
-    np.put_along_axis(dense, ids, law, axis=-1)
-    return dense / dense.sum(-1, keepdims=True)
+    np.put_along_axis(dense, ids, _law(law), axis=-1)
+    return dense
+
+
+def _law(law: Float[np.ndarray, "n M"]) -> Float[np.ndarray, "n M"]:
+    """A reported q that rounding left without sum 1 is normalised."""
+    return law / law.sum(-1, keepdims=True)
 
 
 def _tensors(*arrays: np.ndarray) -> tuple[torch.Tensor, ...]:

@@ -3,32 +3,25 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
+from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from dflash2_lab.decoding.requests import Request, request_keys
 from dflash2_lab.errors import LabError
 from dflash2_lab.losslessness.arms import ARMS, check_arms
-from dflash2_lab.losslessness.audit import audit, state_error
-from dflash2_lab.losslessness.battery import (
-    Budget,
-    Drafted,
-    Emitted,
-    component_tests,
-    holm,
-    pit_tests,
-)
-from dflash2_lab.losslessness.certificate import ArmResult, Certificate
+from dflash2_lab.losslessness.battery import Budget
+from dflash2_lab.losslessness.certificate import Certificate
 from dflash2_lab.losslessness.injection import Injected
-from dflash2_lab.losslessness.monitor import log_e_process, stops_at
-from dflash2_lab.losslessness.scoring import concat
-from dflash2_lab.losslessness.witness import Evidence, Testimony, Witness, weigh
+from dflash2_lab.losslessness.trial import Trial
+from dflash2_lab.losslessness.witness import Witness
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.policies import check_policies
 from dflash2_lab.prompts import Prompt, load_prompts, render
+from dflash2_lab.provenance import environment
 from dflash2_lab.sampling import Sampling
 from dflash2_lab.stats import own_policy
 from dflash2_lab.target import Target
@@ -38,14 +31,16 @@ LEVELS: Mapping[str, int] = {"pr": 4_096, "nightly": 32_768, "release": 65_536}
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is decoded: `tokens` in all, divided equally over the arms, and there over
-    `responses` of unequal length."""
+    """How much is decoded: `tokens` in all for each configuration of sampling, divided equally over
+    the arms, and there over `responses` of unequal length, `batch_size` of them at a time where the
+    engine decodes several together."""
 
     tokens: int
     responses: int = 24
     arms: tuple[str, ...] = ARMS
     alpha: float = 1e-3
     seed: int = 0
+    batch_size: int = 8
 
 
 def lengths(tokens: int, responses: int) -> list[int]:
@@ -91,119 +86,117 @@ def verify(
     prompts: Sequence[Prompt] | None = None,
     *,
     policy: str | None = None,
-    sampling: Sampling = Sampling(1.0),  # noqa: B008 - frozen
+    sampling: Sampling | Sequence[Sampling] = Sampling(1.0),  # noqa: B008 - frozen
     level: str = "pr",
     plan: Plan | None = None,
     acceptance: str = "token",
+    engine: str = "eager",
     inject: str | None = None,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> Certificate:
     """Decode with every arm and hold what leaves against the target's own laws.
 
-    Tests at a temperature above 0, for token-level acceptance and for block verification (whose
-    stages are not tested alone), on the project's own prompts unless others are given. The size is
-    that of `level` ("pr", "nightly", "release") or of a plan. The policy is the drafter's own.
+    Tests at a temperature above 0, for token-level acceptance and for block verification, on the
+    project's own prompts unless others are given. The size is that of `level` ("pr", "nightly",
+    "release") or of a plan, for each of the configurations `sampling`. The policy is the drafter's
+    own.
 
-    `inject` plants a fault of the catalogue in the verifier (see `injection`), to see it found.
+    `engine` is "eager" (any target, one row at a time) or "graph" (dense Llama, Qwen2 and Qwen3; on
+    a GPU captured). `inject` plants a fault of the catalogue in the eager engine (see `injection`),
+    to see it found.
 
     Raises:
         LabError: a temperature of 0, arms or a policy that do not fit, no prompts, too few tokens,
             a drafter that proposes nothing, and what the engine raises.
     """
-    if sampling.greedy:
-        raise LabError("temperature: found 0, expected more: greedy decodes are for verify-replay")
+    samplings = (sampling,) if isinstance(sampling, Sampling) else tuple(sampling)
+    plan = plan or plan_of(level)
+    prompts, policy = prepare(target, drafter, prompts, policy, samplings, plan)
+    if engine not in ("eager", "graph"):
+        raise LabError(f"engine: found {engine!r}, expected 'eager' or 'graph'")
+    for name, found, expected in (("acceptance", acceptance, "token"), ("engine", engine, "eager")):
+        if inject is not None and found != expected:
+            raise LabError(f"inject {inject!r}: found {name} {found!r}, expected {expected!r}")
+    begun = time.perf_counter()
+    budget = Budget(alpha=plan.alpha, configurations=len(samplings), arms=len(plan.arms))
+    make = partial(_witness, engine, target, drafter, policy, acceptance, inject, plan.batch_size)
+    sizes = lengths(plan.tokens // len(plan.arms), plan.responses)
+    results = []
+    for one in samplings:
+        for arm in plan.arms:
+            tell(f"{one.label}, {arm}: {sum(sizes)} tokens in {len(sizes)} responses")
+            requests = requests_of(target, prompts, sizes, one, plan.seed, arm, policy)
+            trial = Trial(make(arm, requests), arm, one.label)
+            heard = trial.engine.testimonies(requests)
+            for index, found in tqdm(heard, arm, len(sizes), unit="response", delay=2.0):
+                trial.hear(index, found)
+            results.append(trial.judge(budget, plan.seed))
+    configuration = {
+        "target": target.name,
+        "drafter": drafter.name,
+        "policy": policy,
+        "acceptance": acceptance,
+        "engine": engine,
+        "inject": inject or "nothing",
+        "sampling": "; ".join(one.label for one in samplings),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "tokens": sum(result.tokens for result in results),
+        "responses": len(sizes) * len(results),
+        "seed": plan.seed,
+    }
+    seconds = time.perf_counter() - begun
+    return Certificate(configuration, budget, tuple(results), seconds, environment(target.device))
+
+
+def prepare(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt] | None,
+    policy: str | None,
+    samplings: Sequence[Sampling],
+    plan: Plan,
+) -> tuple[Sequence[Prompt], str]:
+    """Prompts and policy of a run, after all that could be wrong with it. Raises as `verify`."""
+    prompts = load_prompts("default") if prompts is None else prompts
+    policy = policy or own_policy(drafter.settings.kind)
+    check_policies((policy,), drafter.settings.kind)
+    check_arms(plan.arms, policy)
+    if any(one.greedy for one in samplings):
+        raise LabError("temperature: found 0, expected more: `verify_greedy` is for greedy decodes")
+    if len(set(samplings)) < len(samplings) or not samplings:
+        raise LabError("sampling: found a configuration twice or none, expected some, each once")
     if target.dtype not in (torch.float32, torch.float64):
         raise LabError(
             f"dtype: found {target.dtype}, expected float32: rounding in fewer bits hides what the "
             "gates look for"
         )
-    if inject is not None and acceptance != "token":
-        raise LabError(f"inject {inject!r}: found acceptance {acceptance!r}, expected 'token'")
-    plan = plan or plan_of(level)
-    prompts = load_prompts("default") if prompts is None else prompts
-    policy = policy or own_policy(drafter.settings.kind)
-    check_policies((policy,), drafter.settings.kind)
-    check_arms(plan.arms, policy)
     share = plan.tokens // len(plan.arms)
     if not prompts or share < 10 * plan.responses:
         raise LabError(
             f"found {len(prompts)} prompts and {plan.tokens} tokens for {len(plan.arms)} arms, "
             f"expected a prompt and {10 * plan.responses} tokens an arm"
         )
-    begun = time.perf_counter()
-    budget = Budget(alpha=plan.alpha, arms=len(plan.arms))
-    sizes = lengths(share, plan.responses)
-    results = []
-    for arm in plan.arms:
-        tell(f"{arm}: {share} tokens in {len(sizes)} responses")
-        requests = requests_of(target, prompts, sizes, sampling, plan.seed, arm, policy)
-        if inject is None:
-            engine = Witness(target, drafter, policy, arm, acceptance)
-        else:
-            engine = Injected(target, drafter, policy, arm, inject)
-        results.append(_try_arm(engine, requests, budget, plan.seed))
-    configuration = {
-        "target": target.name,
-        "drafter": drafter.name,
-        "policy": policy,
-        "acceptance": acceptance,
-        "inject": inject or "nothing",
-        "sampling": f"T = {sampling.temperature:g}, top-p {sampling.top_p:g}, "
-        f"top-k {sampling.top_k}",
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "tokens": share * len(plan.arms),
-        "seed": plan.seed,
-    }
-    return Certificate(configuration, budget, tuple(results), time.perf_counter() - begun)
+    return prompts, policy
 
 
-def _try_arm(engine: Witness, requests: Sequence[Request], budget: Budget, seed: int) -> ArmResult:
-    facts, evidence, state = [], [], 0.0
-    for stream, request in enumerate(tqdm(requests, desc=engine.arm, unit="response", delay=2.0)):
-        found = engine.testify(request)
-        evidence.append(weigh(engine, found, stream))
-        state = max(state, state_error(found))
-        facts.append(found)
-        _forget(found)
-    return judge(engine.arm, facts, evidence, state, budget, seed, engine.acceptance)
-
-
-def _forget(found: Testimony) -> None:
-    """Let go of caches and target laws, which are large; proposals stay for the audit."""
-    found.rows = None
-    found.steps = [step._replace(laws=step.laws[:0]) for step in found.steps]
-
-
-def judge(
-    arm: str,
-    facts: Sequence[Testimony],
-    evidence: Sequence[Evidence],
-    state: float,
-    budget: Budget,
-    seed: int,
+def _witness(
+    engine: str,
+    target: Target,
+    drafter: Drafter,
+    policy: str,
     acceptance: str,
-) -> ArmResult:
-    """All tests of one arm."""
-    emitted: Emitted = concat([part.emitted for part in evidence])
-    drafted: Drafted = concat([part.drafted for part in evidence])
-    noise, monitor_noise = (np.random.default_rng([seed, index]) for index in range(2))
-    pit = pit_tests(emitted, noise)
-    component = component_tests(drafted, noise) if acceptance == "token" else {}
-    rejected = [*holm(pit, budget.level("pit")), *holm(component, budget.level("component"))]
-    log_e = log_e_process(emitted, monitor_noise)
-    verified = sum(len(found.steps) for found in facts)
-    emitted_by_steps = sum(len(found.response) - 1 for found in facts)
-    return ArmResult(
-        arm=arm,
-        tokens=sum(len(found.response) for found in facts),
-        drafts=len(drafted.reached),
-        acceptance_length=emitted_by_steps / verified,
-        num_edge=sum(part.num_edge for part in evidence),
-        checks=tuple(audit(facts, evidence, state)),
-        pit=pit,
-        component=component,
-        rejected=tuple(rejected),
-        log_e=float(log_e[-1]),
-        stopped=stops_at(log_e, budget.level("monitor")),
-    )
+    inject: str | None,
+    batch_size: int,
+    arm: str,
+    requests: Sequence[Request],
+) -> Any:
+    if inject is not None:
+        return Injected(target, drafter, policy, arm, inject)
+    if engine == "eager":
+        return Witness(target, drafter, policy, arm, acceptance)
+    from dflash2_lab.losslessness.graph_witness import GraphWitness
+
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    places = min(batch_size, len(requests))
+    return GraphWitness(target, drafter, policy, arm, places, longest, acceptance)
