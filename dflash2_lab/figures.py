@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash2_lab.browser import IMAGE_FORMATS, ImageExportError, render_images, script_json
 from dflash2_lab.errors import LabError
+from dflash2_lab.plots.template import recolour
 from dflash2_lab.tables import write_atomic
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <title>{title}</title>
-<style>body {{ margin: 0; background: white; }}</style>
+<style>body {{ margin: 0; background: {paper}; }}</style>
 {script}
 </head>
 <body>
@@ -59,16 +60,28 @@ def figure_json(fig: "Figure") -> str:
     return json.dumps(figure, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def themed(figure: "str | Figure", dark: bool = True) -> "Figure":
+    """The figure in the dark look (or, with `dark=False`, as it is); any figure of `plots`, or its
+    `figure_json`."""
+    from plotly.graph_objects import Figure
+
+    plain = _parsed(figure)
+    return Figure(recolour(plain) if dark else plain)
+
+
 def figure_div(figure: "str | Figure", div_id: str = "figure") -> str:
     """The figure as a <div> with the given id and the script that fills it.
 
-    The page must hold `plotly_script()` before it. `figure` is a Figure or its `figure_json`.
+    Its caption is what a screen reader says. The page must hold `plotly_script()` before it.
+    `figure` is a Figure or its `figure_json`.
     """
     plain = _parsed(figure)
     size = {side: plain["layout"].get(side) for side in ("width", "height")}
     css = ";".join(f"{side}:{pixels}px" for side, pixels in size.items() if pixels)
+    caption = plain["layout"].get("meta", {}).get("caption", "")
+    alt = f' role="img" aria-label="{html.escape(caption)}"' if caption else ""
     return (
-        f'<div id="{html.escape(div_id)}" style="{css}"></div>\n'
+        f'<div id="{html.escape(div_id)}" style="{css}"{alt}></div>\n'
         f"<script>Plotly.newPlot({script_json(div_id)}, {script_json(plain['data'])}, "
         f"{script_json(plain['layout'])}, {script_json(CONFIG)});</script>"
     )
@@ -84,10 +97,12 @@ def plotly_script() -> str:
 def figure_html(figure: "str | Figure", div_id: str = "figure") -> str:
     """A self-contained page: plotly.js inlined, no request to anywhere, always the same bytes."""
     plain = _parsed(figure)
-    title = plain["layout"].get("title", {}).get("text", "figure")
+    layout = plain["layout"]
+    title = layout.get("title", {}).get("text", "figure")
     title = title.replace("<b>", "").replace("</b>", "").replace("<br>", " ")
     return PAGE.format(
         title=html.escape(html.unescape(title)),
+        paper=layout.get("template", {}).get("layout", {}).get("paper_bgcolor", "white"),
         script=plotly_script(),
         figure=figure_div(figure, div_id),
     )

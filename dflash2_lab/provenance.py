@@ -4,6 +4,7 @@ import hashlib
 import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -18,8 +19,10 @@ PACKAGES = ("dflash2-lab", "torch", "transformers", "triton", "numpy", "scipy", 
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Command line, git commit (None outside a clone), versions and device of this process."""
+    """Date (UTC), command line, git commit (None outside a clone), versions and device of this
+    process."""
     return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "git": git_commit(),
         "python": platform.python_version(),

@@ -24,13 +24,14 @@ from dflash2_lab.intervals import (
     sum_by,
 )
 from dflash2_lab.replaying import (
-    Walk,
     acceptance_lengths,
     check_replayable,
     expected_walk,
     path_estimates,
     request_sums,
 )
+from dflash2_lab.stats_attention import attention_by_layer, attention_map, share_against_recall
+from dflash2_lab.stats_headroom import headroom, num_candidates, oracle_by_k, selector_recovery
 from dflash2_lab.tables import Run
 
 __all__ = [
@@ -38,14 +39,19 @@ __all__ = [
     "SuffixDecay",
     "acceptance_by_policy",
     "attention_by_layer",
+    "attention_map",
     "by_dataset",
     "cluster_ratio",
     "default_policy",
     "degenerate_output",
     "headroom",
+    "num_candidates",
+    "oracle_by_k",
     "own_policy",
     "path_by_slot",
     "recall_by_slot",
+    "selector_recovery",
+    "share_against_recall",
     "suffix_decay",
 ]
 
@@ -222,82 +228,6 @@ def acceptance_by_policy(
                 }
             )
     return pd.DataFrame(rows)
-
-
-def headroom(
-    run: Run, policies: Sequence[str] | None = None, baseline: str = "top1", oracle_k: int = 16
-) -> pd.DataFrame:
-    """Return how much of the way from `baseline` to oracle@k each policy goes.
-
-    (length - baseline) / (oracle - baseline) of pooled lengths, on the same bootstrap draws; NaN
-    where the oracle is no better than the baseline. Columns: policy, value, low, high.
-    """
-    names = run.policies if policies is None else policies
-    lengths = {
-        policy: _pooled_draws(expected_walk(run, policy))
-        for policy in dict.fromkeys([*names, baseline, f"oracle@{oracle_k}"])
-    }
-    base, oracle = lengths[baseline], lengths[f"oracle@{oracle_k}"]
-    rows = []
-    for policy in names:
-        shares = ratio(lengths[policy] - base, oracle - base)
-        low, high = percentile_interval(shares[1:])
-        rows.append((policy, float(shares[0]), float(low), float(high)))
-    return pd.DataFrame(rows, columns=["policy", "value", "low", "high"])
-
-
-def _pooled_draws(walk: Walk) -> Float[np.ndarray, "1+draws"]:
-    """Return the pooled acceptance length, then its bootstrap draws."""
-    sums = request_sums(walk)
-    parts = [
-        sum_by(walk.blocks.cluster, sums[name].to_numpy(), walk.blocks.num_clusters)
-        for name in ("tokens", "steps")
-    ]
-    value, samples = cluster_draws(*parts)
-    return np.concatenate([value[None], samples])
-
-
-_ATTENTION_GROUPS = ("context", "anchor", "drafted", "within_block")
-
-
-def attention_by_layer(run: Run) -> pd.DataFrame:
-    """Return mean attention shares per layer and slot, pooled over heads and context lengths.
-
-    Slot 0 is pooled over the slots. `uniform` is the share under uniform attention over the
-    visible keys: of the block for within_block, of the rest for context; NaN for anchor and
-    drafted, whose key counts are not recorded. `count` is the number of query rows x heads.
-
-    Returns:
-        Frame with the columns layer, slot, group, value, low, high, uniform, count.
-    """
-    table = run.attention
-    if table.empty:
-        raise LabError("table 'attention': found no row, expected recorded attention shares")
-    cluster, prompts = pd.factorize(table["prompt_id"])
-    within = table["sum_anchor"] + table["sum_drafted"]
-    names = ["sum_context", "sum_anchor", "sum_drafted"]
-    columns = [*(table[name] for name in names), within, table["sum_uniform"], table["count"]]
-    values = np.stack([column.to_numpy(dtype=np.float64) for column in columns], axis=1)
-    parts = []
-    layers, layer = np.unique(table["layer"], return_inverse=True)
-    slots = table["slot"].to_numpy()
-    for slot in [0, *np.unique(slots)]:
-        rows = slice(None) if slot == 0 else np.flatnonzero(slots == slot)
-        codes = cluster[rows] * len(layers) + layer[rows]
-        sums = sum_by(codes, values[rows], len(prompts) * len(layers))
-        sums = sums.reshape(len(prompts), len(layers), values.shape[1])
-        count = sums[:, :, -1]
-        value, low, high = cluster_ratio(sums[:, :, :4], count[:, :, None])
-        uniform = ratio(sums[:, :, 4].sum(axis=0), count.sum(axis=0))
-        unknown = np.full_like(uniform, np.nan)
-        for index, group in enumerate(_ATTENTION_GROUPS):
-            baseline = {"within_block": uniform, "context": 1 - uniform}.get(group, unknown)
-            part = {"layer": layers, "slot": int(slot), "group": group}
-            part |= {"value": value[:, index], "low": low[:, index], "high": high[:, index]}
-            parts.append(pd.DataFrame(part | {"uniform": baseline, "count": count.sum(axis=0)}))
-    frame = pd.concat(parts, ignore_index=True).astype({"layer": int, "count": int})
-    frame = frame[frame["count"] > 0]
-    return frame.sort_values(["layer", "slot"], kind="stable", ignore_index=True)
 
 
 def by_dataset(run: Run, statistic: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:

@@ -142,9 +142,19 @@ def test_text_of_a_figure_cannot_end_the_script_element():
 
 def test_a_div_carries_the_id_it_is_given(fig):
     height = fig.layout.height
-    start = f'<div id="recall-1" style="width:900px;height:{height}px"></div>'
+    start = f'<div id="recall-1" style="width:900px;height:{height}px" role="img" aria-label="'
     assert figure_div(fig, "recall-1").startswith(start)
     assert 'Plotly.newPlot("recall-1", ' in figure_div(fig, "recall-1")
+
+
+def test_the_caption_is_what_a_screen_reader_says_and_cannot_end_its_attribute(fig):
+    caption = 'a "quote" & <b>'
+    fig = go.Figure(fig).update_layout(meta={"figure": "recall", "caption": caption})
+    start = figure_div(fig).split("></div>")[0]
+    assert start.endswith('aria-label="a &quot;quote&quot; &amp; &lt;b&gt;"')
+    bare = go.Figure(fig)
+    bare.layout.meta = None
+    assert "aria-label" not in figure_div(bare)
 
 
 # images
@@ -282,6 +292,7 @@ def test_real_export_gives_images_or_the_one_line(tmp_path):
 def test_plots_figures_and_report_import_neither_torch_nor_plotly():
     program = (
         "import sys, dflash2_lab.plots, dflash2_lab.figures, dflash2_lab.report\n"
+        "import dflash2_lab.figure_commands, dflash2_lab.stats_results\n"
         "print([m for m in ('torch', 'transformers', 'plotly') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

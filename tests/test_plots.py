@@ -1,4 +1,4 @@
-"""The four figures: what they draw from which table, and that they stay legible."""
+"""Recall, acceptance and decay: what the figures draw from which table."""
 
 import itertools
 import json
@@ -9,39 +9,15 @@ import figure_frames as frames
 import numpy as np
 import pandas as pd
 import pytest
+from figure_frames import panel, texts, traces_of
 from recordings import Request, make_run
 
 from dflash2_lab import plots, stats
 from dflash2_lab.errors import LabError
 from dflash2_lab.figures import figure_json
-from dflash2_lab.plots import parts, template
+from dflash2_lab.plots import parts
 
 DRAFTERS = ("dflash", "dflash2")
-
-
-def traces_of(fig, **wanted):
-    """Drawn traces whose attributes have these values, without legend keys and bands."""
-    return [
-        t
-        for t in fig.data
-        if t.legend != "legend2"
-        and getattr(t, "fill", None) != "toself"
-        and all(getattr(t, name) == value for name, value in wanted.items())
-    ]
-
-
-def panel(fig, row, columns):
-    """Axis names (xaxis, yaxis) of a panel in a full grid, column by column from 1."""
-    return [f"{'' if n == 1 else n}" for n in range((row - 1) * columns + 1, row * columns + 1)]
-
-
-def texts(fig):
-    return [a.text for a in fig.layout.annotations]
-
-
-def luminance(color):
-    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 # recall_by_slot
@@ -64,10 +40,8 @@ def test_recall_has_a_panel_for_each_metric_and_anchor_set_with_the_values_of_th
         for trace, k in zip(drawn, (1, 16), strict=True):
             wanted = table.query(f"anchors == '{anchors}' and metric == '{metric}' and k == {k}")
             assert trace.x == (1, 2, 3, 4, 5, 6, 7)
-            assert trace.y == tuple(wanted["value"])
-            assert [tuple(pair) for pair in trace.customdata] == [
-                *zip(wanted["low"], wanted["high"], strict=True)
-            ]
+            np.testing.assert_allclose(trace.y, wanted["value"], atol=1e-12)
+            np.testing.assert_allclose(trace.customdata, wanted[["low", "high"]], atol=1e-12)
 
 
 def test_recall_draws_the_interval_around_each_line(recall):
@@ -139,7 +113,7 @@ def test_acceptance_draws_both_aggregations_of_each_policy_with_intervals(accept
         for trace, aggregation in zip(drawn, ("pooled", "per_request"), strict=True):
             wanted = table.query(f"terminal == 'with' and aggregation == '{aggregation}'")
             assert trace.name == f"{name}, {aggregation}"
-            assert trace.x == tuple(wanted["value"])
+            np.testing.assert_allclose(trace.x, wanted["value"], atol=1e-12)
             np.testing.assert_allclose(trace.error_x.array, wanted["high"] - wanted["value"])
             np.testing.assert_allclose(trace.error_x.arrayminus, wanted["value"] - wanted["low"])
 
@@ -222,60 +196,6 @@ def test_decay_names_metric_and_anchors():
     assert any("over visited anchors" in text for text in texts(fig))
 
 
-# attention_share
-
-
-@pytest.fixture(scope="module")
-def attention():
-    tables = {"dflash": frames.attention_table(), "dflash2": frames.attention_table((0.1, 0.02))}
-    return tables, plots.draw_attention(tables)
-
-
-def test_anchor_and_drafted_stack_to_the_within_block_share(attention):
-    tables, fig = attention
-    anchor, drafted = (t for t in fig.data if t.type == "bar" and t.legendgroup == "dflash")
-    whole = tables["dflash"].query("slot == 0 and group == 'within_block'")
-    np.testing.assert_allclose(np.add(anchor.y, drafted.y), whole["value"])
-    np.testing.assert_allclose(drafted.error_y.array, whole["high"] - whole["value"])
-    assert anchor.customdata == (0, 1, 2, 3, 4)
-
-
-def test_bars_of_two_drafters_do_not_cover_each_other(attention):
-    _, fig = attention
-    first, second = (
-        next(t for t in fig.data if t.type == "bar" and t.legendgroup == name) for name in DRAFTERS
-    )
-    assert second.x[0] - first.x[0] >= first.width
-
-
-def test_each_layer_has_a_panel_by_slot_with_the_uniform_baseline(attention):
-    tables, fig = attention
-    assert [t for t in texts(fig) if t.startswith("layer")] == [f"layer {n}" for n in range(5)]
-    lines = traces_of(fig, yaxis="y3", legendgroup="dflash")
-    share, baseline = lines
-    wanted = tables["dflash"].query("layer == 1 and slot > 0 and group == 'within_block'")
-    assert share.x == (1, 2, 3, 4, 5, 6, 7)
-    assert share.y == tuple(wanted["value"])
-    assert set(baseline.y) == {0.047}
-    assert baseline.line.dash == "dot"
-    shown = [t.name for t in fig.data if t.showlegend is not False]
-    assert shown == ["dflash", "dflash2", "anchor share", "drafted share", "uniform baseline"]
-
-
-def test_nothing_drawn_on_a_share_axis_is_above_its_end(attention):
-    _, fig = attention
-    ends = {"y": fig.layout.yaxis.range[1], "y2": fig.layout.yaxis2.range[1]}
-    for axis, end in ends.items():
-        tops = [t.y for t in fig.data if t.yaxis == axis and t.type == "scatter"]
-        assert max(y for values in tops for y in values if y is not None) < end
-
-
-def test_one_layer_and_many_layers_both_have_a_panel_each():
-    for count in (1, 12):
-        fig = plots.draw_attention({"d": frames.attention_table((0.1,) * count)})
-        assert len([t for t in texts(fig) if t.startswith("layer")]) == count
-
-
 # from a run
 
 
@@ -289,7 +209,9 @@ def test_a_run_or_a_mapping_of_runs_gives_the_figure_twice_the_same(name):
     assert figure_json(alone) == figure_json(draw({"mine": run}))
     both = draw({"a": run, "b": frames.recorded_run(seed=1)}, title="Two & two")
     assert both.layout.title.text == "<b>Two &amp; two</b>"
-    assert json.loads(figure_json(alone))["layout"]["meta"] == {"figure": name}
+    meta = json.loads(figure_json(alone))["layout"]["meta"]
+    assert meta["figure"] == name
+    assert "mine" in meta["caption"]
 
 
 def test_a_figure_is_redrawn_from_stored_tables_with_the_same_bytes(tmp_path):
@@ -297,7 +219,8 @@ def test_a_figure_is_redrawn_from_stored_tables_with_the_same_bytes(tmp_path):
     table = stats.recall_by_slot(run)
     table.to_parquet(tmp_path / "recall.parquet")
     stored = pd.read_parquet(tmp_path / "recall.parquet")
-    assert figure_json(plots.draw_recall({"mine": stored})) == figure_json(
+    origin = parts.source({"mine": run})
+    assert figure_json(plots.draw_recall({"mine": stored}, origin=origin)) == figure_json(
         plots.recall_by_slot(run)
     )
 
@@ -322,64 +245,3 @@ def test_runs_that_should_not_be_compared_are_logged(caplog):
     }
     plots.suffix_decay(runs)
     assert "prompt_set_hash" in caplog.text
-
-
-# legibility
-
-
-def test_styles_differ_in_colour_marker_and_grey():
-    styles = [template.style(index) for index in range(56)]
-    assert len(set(styles)) == 56
-    first, second = styles[:2]
-    assert abs(luminance(first.color) - luminance(second.color)) > 0.15
-    assert first.symbol != second.symbol
-    assert len({s.symbol for s in styles[:8]}) == 8
-
-
-def test_recall_at_another_k_has_another_dash_and_marker(recall):
-    _, fig = recall
-    one, sixteen = traces_of(fig, legendgroup="dflash", yaxis="y")
-    assert (one.line.dash, sixteen.line.dash) == ("solid", "dash")
-    assert sixteen.marker.symbol == one.marker.symbol + "-open"
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 14])
-@pytest.mark.parametrize("length", [6, 60])
-def test_legends_end_above_the_panels_however_many_drafters(count, length):
-    names = [f"{index}{'n' * (length - 2)}" for index in range(10, 10 + count)]
-    fig = plots.draw_recall({name: frames.recall_table() for name in names})
-    layout = fig.layout
-    rows = parts.legend_rows([parts.label(name) for name in names], 862)
-    start = (1 - layout.legend.y) * layout.height
-    second = (1 - layout.legend2.y) * layout.height
-    assert start + rows * parts.ROW <= second + 0.01
-    assert second + parts.ROW < layout.margin.t - 20  # 20 px of panel titles
-    plot = layout.height - layout.margin.t - layout.margin.b
-    assert plot == pytest.approx(500)
-    assert layout.width == 900
-
-
-def test_legend_rows_follow_the_width():
-    assert parts.legend_rows([], 800) == 0
-    assert parts.legend_rows(["a", "b"], 800) == 1
-    assert parts.legend_rows(["n" * 28] * 4, 800) == 2
-    assert parts.legend_rows(["one<br>two", "b"], 800) == 2
-
-
-def test_names_cannot_act_as_markup_and_long_ones_are_broken():
-    assert parts.label("<b>x</b> & y") == "&lt;b&gt;x&lt;/b&gt; &amp; y"
-    lines = parts.label("z-lab/Qwen3-4B-DFlash-b16-with-a-very-long-suffix").split("<br>")
-    assert len(lines) == 2
-    assert max(map(len, lines)) <= 28
-
-
-def test_ticks_thin_out_when_slots_are_many():
-    assert parts.slot_ticks(list(range(1, 8)), 16) == [1, 2, 3, 4, 5, 6, 7]
-    assert parts.slot_ticks(list(range(1, 32)), 16) == list(range(1, 32, 2))
-
-
-@pytest.mark.parametrize("name", ["draw_recall", "draw_attention"])
-def test_intervals_unknown_for_one_prompt_leave_no_nan(name):
-    table = frames.recall_table() if name == "draw_recall" else frames.attention_table()
-    text = figure_json(getattr(plots, name)({"d": table.assign(low=np.nan, high=np.nan)}))
-    assert "nan" not in text.lower()

@@ -324,61 +324,6 @@ def test_by_dataset_gives_each_dataset_alone():
         stats.by_dataset(Run.in_memory(run.info, {"anchors": mixed}), stats.recall_by_slot)
 
 
-def attention_rows():
-    rows = []
-    for prompt, scale in (("a", 1.0), ("b", 3.0)):
-        for layer in (0, 1):
-            for head in (0, 1):
-                for slot in (1, 2):
-                    for bin_ in ("0-255", "256-511"):
-                        anchor, drafted = (0.1 * (layer + 1), 0.05 * slot)
-                        shares = {
-                            "sum_context": 1 - anchor - drafted,
-                            "sum_anchor": anchor,
-                            "sum_drafted": drafted + (0.02 if head else -0.02),
-                            "sumsq_within": 0.0,
-                            "sum_uniform": 0.04,
-                        }
-                        key = dict(prompt_id=prompt, turn=0, sample=0, layer=layer, head=head)
-                        counts = {name: 10 * scale * value for name, value in shares.items()}
-                        rows.append(
-                            key | {"slot": slot, "context_bin": bin_} | counts
-                            | {"count": int(10 * scale)}
-                        )  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def test_attention_is_pooled_over_heads_and_context_bins():
-    run = Run.in_memory({}, {"attention": attention_rows()})
-    table = stats.attention_by_layer(run)
-    columns = ["layer", "slot", "group", "value", "low", "high", "uniform", "count"]
-    assert list(table) == columns
-    assert values(table, layer=1, slot=2, group="anchor") == pytest.approx([0.2])
-    assert values(table, layer=1, slot=2, group="drafted") == pytest.approx([0.1])
-    assert values(table, layer=1, slot=2, group="within_block") == pytest.approx([0.3])
-    assert values(table, layer=1, slot=2, group="context") == pytest.approx([0.7])
-    # Slot 0 pools the slots.
-    assert values(table, layer=0, slot=0, group="within_block") == pytest.approx([0.175])
-    assert values(table, "count", layer=0, slot=0, group="context") == [2 * 2 * 2 * (10 + 30)]
-    assert values(table, "count", layer=0, slot=1, group="context") == [2 * 2 * (10 + 30)]
-    assert values(table, "uniform", layer=0, slot=1, group="within_block") == pytest.approx([0.04])
-    assert values(table, "uniform", layer=0, slot=1, group="context") == pytest.approx([0.96])
-    assert np.isnan(values(table, "uniform", layer=0, slot=1, group="anchor")).all()
-
-
-def test_attention_is_weighted_by_counts_and_its_interval_follows_the_prompts():
-    rows = attention_rows()
-    other = rows["prompt_id"] == "b"
-    rows.loc[other, "sum_anchor"] *= 2
-    table = stats.attention_by_layer(Run.in_memory({}, {"attention": rows}))
-    row = table[(table["layer"] == 0) & (table["slot"] == 1) & (table["group"] == "anchor")]
-    # Prompt a has share 0.1 on 10 rows, prompt b 0.2 on 30.
-    assert row["value"].tolist() == pytest.approx([(0.1 * 10 + 0.2 * 30) / 40])
-    assert (row["low"].item(), row["high"].item()) == pytest.approx((0.1, 0.2))
-    with pytest.raises(LabError, match="'attention': found no row"):
-        stats.attention_by_layer(Run.in_memory({}, {"attention": rows.iloc[:0]}))
-
-
 def test_repetition_is_flagged_and_logged(caplog):
     """Case C9."""
     responses = [list(range(40)), [7] * 40, [1, 2, 3], [1, 2, 3, 4] * 10]

@@ -8,7 +8,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dflash2_lab.plots.parts import as_runs, frame, key, label, numbers, panel_title
+from dflash2_lab.plots.parts import (
+    as_runs,
+    error_bars,
+    frame,
+    interval,
+    key,
+    label,
+    numbers,
+    panel_title,
+    source,
+)
 from dflash2_lab.plots.template import GRID, HEADROOM, INK, MUTED, SMALL, style
 
 if TYPE_CHECKING:
@@ -17,9 +27,9 @@ if TYPE_CHECKING:
 
     from dflash2_lab.tables import Run
 
-ROW = 40  # px per policy
-GAP = 52  # px between panels: the next drafter's name
-COLUMNS = (14, 150)  # px right of the panel: pooled with its interval, share of the headroom
+ROW = 44  # px per policy
+GAP = 60  # px between panels: the next drafter's name
+COLUMNS = (14, 166)  # px right of the panel: pooled with its interval, share of the headroom
 
 
 def acceptance_by_policy(
@@ -34,15 +44,21 @@ def acceptance_by_policy(
     """
     from dflash2_lab import stats
 
+    named = as_runs(runs)
     tables = {
         name: stats.acceptance_by_policy(run, policies=policies, oracle_ks=oracle_ks)
-        for name, run in as_runs(runs).items()
+        for name, run in named.items()
     }
-    return draw_acceptance(tables, title)
+    return draw_acceptance(tables, title, source(named))
 
 
-def draw_acceptance(tables: "Mapping[str, DataFrame]", title: str | None = None) -> "Figure":
-    """The figure from {drafter: table of `stats.acceptance_by_policy`}; pure."""
+def draw_acceptance(
+    tables: "Mapping[str, DataFrame]", title: str | None = None, origin: str = ""
+) -> "Figure":
+    """The figure from {drafter: table of `stats.acceptance_by_policy`}; pure.
+
+    `origin`, as of `parts.source`, ends the footnote.
+    """
     from plotly.subplots import make_subplots
 
     panels = {name: table[table["terminal"] == "with"] for name, table in tables.items()}
@@ -90,15 +106,25 @@ def draw_acceptance(tables: "Mapping[str, DataFrame]", title: str | None = None)
         title=title or "Acceptance length by policy",
         name="acceptance_by_policy",
         plot_height=height,
-        head=40,
-        left=124,
-        right=230,
+        head=46,
+        left=136,
+        right=262,
         note="Bars and brackets: 95 % intervals, prompts resampled; steps cut by EOS or the length "
         "limit included. The oracle accepts the target's token whenever it is among the k best "
         "candidates: an upper bound, not a policy. Headroom: (policy \N{MINUS SIGN} top1) / "
-        "(oracle \N{MINUS SIGN} top1), pooled.",
+        f"(oracle \N{MINUS SIGN} top1), pooled. {origin}",
+        caption=_caption(panels, policies),
     )
     return fig
+
+
+def _caption(panels: "Mapping[str, DataFrame]", policies: Mapping[str, Sequence[str]]) -> str:
+    parts = [
+        f"{name}: "
+        + ", ".join(f"{policy} {interval(*_pooled(panels[name], policy))}" for policy in rows)
+        for name, rows in policies.items()
+    ]
+    return f"Pooled acceptance length, tokens per verify step. {'; '.join(parts)}."
 
 
 def _pooled(panel: "DataFrame", policy: str) -> tuple[float, float, float]:
@@ -125,15 +151,7 @@ def _marks(panel: "DataFrame", policies: Sequence[str], name: str, position: int
                 "type": "scatter",
                 "x": numbers(value),
                 "y": [policies.index(policy) + shift for policy in rows["policy"]],
-                "error_x": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": numbers(rows["high"] - rows["value"]),
-                    "arrayminus": numbers(rows["value"] - rows["low"]),
-                    "color": look.color,
-                    "thickness": 1.5,
-                    "width": 4,
-                },
+                "error_x": error_bars(rows, look.color),
                 "customdata": [
                     [policy, low, high]
                     for policy, low, high in zip(

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 from dflash2_lab.plots.parts import (
     as_runs,
     band,
+    error_bars,
     frame,
+    interval,
     key,
     label,
     numbers,
     panel_title,
     slot_ticks,
+    source,
 )
-from dflash2_lab.plots.template import MUTED, style
+from dflash2_lab.plots.template import GRID, MUTED, PAPER, STRONG, style
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from dflash2_lab.tables import Run
 
 COLUMNS = 5  # slot panels in a row
-TOP, SMALL_PANEL = 230, 150  # px
+TOP, SMALL_PANEL = 230, 168  # px
 GAP = 88  # px between rows of panels: ticks, axis title, panel titles
 BAR = 0.8  # share of a layer's width that its bars take
 
@@ -36,12 +39,18 @@ def attention_share(runs: "Run | Mapping[str, Run]", title: str | None = None) -
     """Within-block share by layer (top) and by layer and slot (below), pooled over heads."""
     from dflash2_lab import stats
 
-    tables = {name: stats.attention_by_layer(run) for name, run in as_runs(runs).items()}
-    return draw_attention(tables, title)
+    named = as_runs(runs)
+    tables = {name: stats.attention_by_layer(run) for name, run in named.items()}
+    return draw_attention(tables, title, source(named))
 
 
-def draw_attention(tables: "Mapping[str, DataFrame]", title: str | None = None) -> "Figure":
-    """The figure from {drafter: table of `stats.attention_by_layer`}; pure."""
+def draw_attention(
+    tables: "Mapping[str, DataFrame]", title: str | None = None, origin: str = ""
+) -> "Figure":
+    """The figure from {drafter: table of `stats.attention_by_layer`}; pure.
+
+    `origin`, as of `parts.source`, ends the footnote.
+    """
     from plotly.subplots import make_subplots
 
     layers = sorted({int(layer) for table in tables.values() for layer in table["layer"]})
@@ -106,9 +115,24 @@ def draw_attention(tables: "Mapping[str, DataFrame]", title: str | None = None) 
         head=20,
         note="Share of a drafted slot's attention that stays in its own block, anchor + drafted = "
         "within_block_share; the rest goes to the context. Mean over heads, with 95 % intervals, "
-        "prompts resampled. Uniform baseline: visible block keys / visible keys of the layer.",
+        "prompts resampled. Uniform baseline: visible block keys / visible keys of the layer. "
+        + origin,
+        caption=_caption(within),
     )
     return fig
+
+
+def _caption(within: "Mapping[str, DataFrame]") -> str:
+    parts = []
+    for name, table in within.items():
+        pooled = table[table["slot"] == 0].sort_values("layer")
+        shares = [
+            f"layer {int(row.layer)} {interval(row.value, row.low, row.high, 1, '%')} "
+            f"(uniform {row.uniform:.1%})"
+            for row in (pooled.iloc[0], pooled.iloc[-1])
+        ]
+        parts.append(f"{name}: {', '.join(shares)}")
+    return f"Share of attention inside the block, first and last layer. {'; '.join(parts)}."
 
 
 def _top(within: "Mapping[str, DataFrame]", *, pooled: bool) -> float:
@@ -160,15 +184,7 @@ def _bars(pooled: "DataFrame", name: str, position: int, count: int) -> list[dic
                 "<extra></extra>",
             }
         )
-    traces[-1]["error_y"] = {
-        "type": "data",
-        "symmetric": False,
-        "array": numbers(whole["high"] - whole["value"]),
-        "arrayminus": numbers(whole["value"] - whole["low"]),
-        "color": MUTED,
-        "thickness": 1.5,
-        "width": 4,
-    }
+    traces[-1]["error_y"] = error_bars(whole, MUTED)
     marks: list[float | None] = []
     levels: list[float | None] = []
     for layer, level in zip(whole["layer"], numbers(whole["uniform"]), strict=True):
@@ -176,7 +192,7 @@ def _bars(pooled: "DataFrame", name: str, position: int, count: int) -> list[dic
         marks += [centre_x - width / 2, centre_x + width / 2, None]
         levels += [level, level, None]
     # white between the black dots, no wider: black alone would not show on a dark bar
-    halo = {"line": {"color": "white", "width": 1.5}, "hoverinfo": "skip", "hovertemplate": None}
+    halo = {"line": {"color": PAPER, "width": 1.5}, "hoverinfo": "skip", "hovertemplate": None}
     where = {"type": "scatter", "x": marks, "y": levels, **_baseline(name)}
     traces += [where | halo, where]
     return traces
@@ -205,7 +221,7 @@ def _slots(panel: "DataFrame", name: str, position: int, *, legend: bool) -> lis
 def _baseline(name: str) -> dict:
     return {
         "mode": "lines",
-        "line": {"color": "black", "width": 1.5, "dash": "dot"},
+        "line": {"color": STRONG, "width": 1.5, "dash": "dot"},
         "legendgroup": name,
         "showlegend": False,
         "hovertemplate": "uniform: %{y:.1%}<extra></extra>",
@@ -217,10 +233,10 @@ def _keys(fig: "Figure") -> None:
         marker = {
             "color": MUTED,
             "line": {"color": MUTED, "width": 1},
-            "pattern": {"shape": pattern, "fgcolor": MUTED, "bgcolor": "#E4E4E4", "size": 6},
+            "pattern": {"shape": pattern, "fgcolor": MUTED, "bgcolor": GRID, "size": 6},
         }
         bar = key(f"{text} share", marker=marker) | {"type": "bar"}
         del bar["mode"]
         fig.add_trace(bar)
-    line = {"color": "black", "width": 1.5, "dash": "dot"}
+    line = {"color": STRONG, "width": 1.5, "dash": "dot"}
     fig.add_trace(key("uniform baseline", mode="lines", line=line))

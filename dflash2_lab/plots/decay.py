@@ -8,10 +8,12 @@ from dflash2_lab.plots.parts import (
     as_runs,
     band,
     frame,
+    interval,
     label,
     numbers,
     panel_title,
     slot_ticks,
+    source,
     visiting_policy,
 )
 from dflash2_lab.plots.template import DASHES, style
@@ -38,21 +40,26 @@ def suffix_decay(
     """
     from dflash2_lab import stats
 
+    named = as_runs(runs)
     decays = {
         name: stats.suffix_decay(run, k, anchors, visiting_policy(run, policy))
-        for name, run in as_runs(runs).items()
+        for name, run in named.items()
     }
-    return draw_decay(decays, title, k=k, anchors=anchors)
+    return draw_decay(decays, title, source(named), k=k, anchors=anchors)
 
 
 def draw_decay(
     decays: "Mapping[str, tuple[DataFrame, SuffixDecay]]",
     title: str | None = None,
+    origin: str = "",
     *,
     k: int = 1,
     anchors: str = "all",
 ) -> "Figure":
-    """The figure from {drafter: (curve, SuffixDecay)} of `stats.suffix_decay`; pure."""
+    """The figure from {drafter: (curve, SuffixDecay)} of `stats.suffix_decay`; pure.
+
+    `origin`, as of `parts.source`, ends the footnote.
+    """
     from plotly.subplots import make_subplots
 
     fig = make_subplots(rows=1, cols=2, horizontal_spacing=0.1)
@@ -97,9 +104,22 @@ def draw_decay(
         stacked=True,
         note=f"{metric}, marginal, over {where}. Slope: least-squares slope of its natural log per "
         "slot. Drop: recall of the first slot minus recall of the last. Brackets and bands: 95 % "
-        "intervals, prompts resampled.",
+        f"intervals, prompts resampled. {origin}",
+        caption=_caption(decays, metric, where),
     )
     return fig
+
+
+def _caption(decays: "Mapping[str, tuple[DataFrame, SuffixDecay]]", metric: str, where: str) -> str:
+    parts = []
+    for name, (curve, decay) in decays.items():
+        first, last = (float(curve.sort_values("slot")["value"].iloc[end]) for end in (0, -1))
+        slope = interval(decay.slope, decay.slope_low, decay.slope_high, 3)
+        parts.append(
+            f"{name} falls from {first:.3f} at slot 1 to {last:.3f} at slot "
+            f"{int(curve['slot'].max())}, log-slope {slope} per slot"
+        )
+    return f"{metric} over {where}. {'; '.join(parts)}."
 
 
 def _log_ticks(floor: float) -> list[float]:
@@ -111,15 +131,6 @@ def _log_ticks(floor: float) -> list[float]:
     return [step / 10**power for power in range(decades, 0, -1) for step in steps] + [1.0]
 
 
-def _interval(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return "undefined"
-    text = (
-        f"{value:.3f}" if not math.isfinite(low + high) else f"{value:.3f} [{low:.3f}, {high:.3f}]"
-    )
-    return text.replace("-", "\N{MINUS SIGN}")
-
-
 def _curve(
     rows: "DataFrame", name: str, position: int, decay: "SuffixDecay", log: bool
 ) -> list[dict]:
@@ -129,8 +140,8 @@ def _curve(
     if log:  # zero has no logarithm: such a point, and its band, are left out
         value = [v if v > 0 else math.nan for v in value]
         low = [v if v > 0 else math.nan for v in low]
-    slope = _interval(decay.slope, decay.slope_low, decay.slope_high)
-    drop = _interval(decay.drop, decay.drop_low, decay.drop_high)
+    slope = interval(decay.slope, decay.slope_low, decay.slope_high, 3)
+    drop = interval(decay.drop, decay.drop_low, decay.drop_high, 3)
     line = {
         "type": "scatter",
         "x": x,

@@ -11,18 +11,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dflash2_lab.errors import LabError
-from dflash2_lab.plots.template import FONT_SIZE, MUTED, SMALL, TEMPLATE, WIDTH, Style
+from dflash2_lab.plots.template import (
+    FONT_SIZE,
+    MUTED,
+    NOTE,
+    TEMPLATE,
+    WIDTH,
+    Style,
+    register_templates,
+)
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from plotly.graph_objects import Figure
 
+    from dflash2_lab.results import Results
     from dflash2_lab.tables import Run
 
-LEFT, RIGHT = 76, 24  # px margins
+LEFT, RIGHT = 84, 24  # px margins
 EDGE = 14  # px from the left edge to title, legends and footnote
-ROW = 22  # px per legend row
-CHAR = 7.2  # px per character at FONT_SIZE, on the wide side
+ROW = 25  # px per legend row
+CHAR = 7.6  # px per character at FONT_SIZE, on the wide side
 LABEL = 28  # characters of a drafter's name per line
+NOTE_LINE = 17  # px per line of the footnote
+NOTE_CHARS = 140  # characters per line of the footnote, in the width of a figure
+CLOSE_TO_ZERO = 12  # decimals: what is left of a difference of equal numbers is 0 on any machine
+MINUS = "\N{MINUS SIGN}"
 
 
 def as_runs(runs: "Run | Mapping[str, Run]") -> "dict[str, Run]":
@@ -41,6 +55,17 @@ def as_runs(runs: "Run | Mapping[str, Run]") -> "dict[str, Run]":
     if len(named) > 1:
         assert_comparable(named)
     return named
+
+
+def as_result(results: "Results | Mapping[str, Results]") -> "Results":
+    """One result, or a mapping {name: Results} of exactly one; LabError for more or none."""
+    from dflash2_lab.results import Results
+
+    if isinstance(results, Results):
+        return results
+    if len(results) != 1:
+        raise LabError(f"this figure shows one result, found {len(results)}: {', '.join(results)}")
+    return next(iter(results.values()))
 
 
 def visiting_policy(run: "Run", policy: str | None) -> str:
@@ -63,7 +88,66 @@ def label(name: str) -> str:
 
 def numbers(values: Iterable[float]) -> list[float | None]:
     """Plain floats; NaN and infinities become None, which plotly draws as a gap."""
-    return [float(v) if math.isfinite(v) else None for v in values]
+    return [round(float(v), CLOSE_TO_ZERO) if math.isfinite(v) else None for v in values]
+
+
+def interval(value: float, low: float, high: float, digits: int = 2, unit: str = "") -> str:
+    """A number with its interval, as in "3.72 [3.60, 3.84]"; without it when it is not finite."""
+    if not math.isfinite(value):
+        return "undefined"
+    one = f"{{:,.{digits}f}}{unit}" if unit != "%" else f"{{:.{digits}%}}"
+    text = one.format(value)
+    if math.isfinite(low + high):
+        text += f" [{one.format(low)}, {one.format(high)}]"
+    return text.replace("-", MINUS)
+
+
+def error_bars(rows: "DataFrame", color: str, names: Sequence[str] = ("value", "low", "high")):
+    """Plotly's error bars from the columns of a value, its lower and its upper bound."""
+    value, low, high = (rows[name] for name in names)
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": numbers(high - value),
+        "arrayminus": numbers(value - low),
+        "color": color,
+        "thickness": 1.5,
+        "width": 4,
+    }
+
+
+def source(runs: "Mapping[str, Run]") -> str:
+    """Where the numbers come from, for the footnote: n, target, device and commit of the runs.
+
+    Said once when all runs agree, else for each run under its name.
+    """
+    said = {name: _source(run) for name, run in runs.items()}
+    if len(set(said.values())) == 1:
+        return f"{next(iter(said.values()))}."
+    return "; ".join(f"{name}: {text}" for name, text in said.items()) + "."
+
+
+def _source(run: "Run") -> str:
+    anchors = run.anchors
+    target, made = run.info.get("target", {}), run.info.get("environment", {})
+    words = [
+        f"{anchors['prompt_id'].nunique():,} prompts",
+        f"{len(anchors):,} blocks",
+        f"T = {run.temperature:g}",
+        *(str(value) for value in (target.get("name"), target.get("dtype")) if value),
+    ]
+    return ", ".join(words) + run_text(made)
+
+
+def run_text(environment: "Mapping[str, object]") -> str:
+    """The run as in "; run on cpu at ba45fe829f18", from its environment; empty for none."""
+    words = []
+    if environment.get("device"):
+        words.append(f"on {environment['device']}")
+    if environment.get("git"):
+        commit, dirty = str(environment["git"])[:12], str(environment["git"]).endswith("-dirty")
+        words.append(f"at commit {commit}{' and changes' if dirty else ''}")
+    return f"; run {' '.join(words)}" if words else ""
 
 
 def slot_ticks(slots: Sequence[int], room: int) -> list[int]:
@@ -131,8 +215,9 @@ def frame(
     name: str,
     plot_height: int,
     note: str,
+    caption: str,
     head: int = 0,
-    foot: int = 44,
+    foot: int = 50,
     left: int = LEFT,
     right: int = RIGHT,
     stacked: bool = False,
@@ -142,9 +227,10 @@ def frame(
     `plot_height` is the height in pixels of the area of all panels; `head` and `foot` are the
     pixels that panel titles above it and axis titles below it need. The first legend lists the
     drafters (one a row when `stacked`), the second explains dashes and markers. `name` goes to
-    `layout.meta`, so that a file says which figure it is.
+    `layout.meta`, so that a file says which figure it is, and so does `caption`, one or two
+    sentences on what the figure shows, for readers who do not see it.
     """
-    width = WIDTH - EDGE - RIGHT
+    width = WIDTH - left - right  # plotly breaks legends at the width of the panels
     entries = [t for t in fig.data if t.showlegend is not False and t.name]
     drafters = [t.name for t in entries if t.legend != "legend2"]
     if stacked:
@@ -152,24 +238,25 @@ def frame(
     else:
         rows = legend_rows(drafters, width)
     keys = legend_rows([t.name for t in entries if t.legend == "legend2"], width)
-    lines = textwrap.wrap(note, 150)
-    first = 40  # px from the top edge to the first legend
+    lines = textwrap.wrap(note, NOTE_CHARS)
+    first = 44  # px from the top edge to the first legend
     second = first + ROW * rows
     top = second + ROW * keys + 10 + head
-    bottom = foot + 16 * len(lines) + 14
+    bottom = foot + NOTE_LINE * len(lines) + 14
     height = top + plot_height + bottom
     edge = {"xref": "container", "x": EDGE / WIDTH, "xanchor": "left", "yanchor": "top"}
     edge |= {"yref": "container"}
     rowwise = {**edge, "orientation": "h", "traceorder": "normal", "tracegroupgap": 0}
+    register_templates()
     fig.layout.template = TEMPLATE  # replaces plotly's default, which an update would merge into
     fig.update_layout(
         width=WIDTH,
         height=height,
-        meta={"figure": name},
+        meta={"figure": name, "caption": caption},
         margin={"l": left, "r": right, "t": top, "b": bottom, "autoexpand": False},
         title={
             "text": f"<b>{html.escape(title, quote=False)}</b>",
-            "font": {"size": 16},
+            "font": {"size": 18},
             **edge,
             "y": 1 - 14 / height,
         },
@@ -192,7 +279,7 @@ def frame(
     if lines:
         fig.add_annotation(
             text="<br>".join(html.escape(line, quote=False) for line in lines),
-            font={"size": SMALL, "color": MUTED},
+            font={"size": NOTE, "color": MUTED},
             align="left",
             showarrow=False,
             xref="paper",

@@ -7,11 +7,13 @@ from dflash2_lab.plots.parts import (
     as_runs,
     band,
     frame,
+    interval,
     key,
     label,
     numbers,
     panel_title,
     slot_ticks,
+    source,
     visiting_policy,
 )
 from dflash2_lab.plots.template import DASHES, FILLS, MUTED, style
@@ -42,15 +44,21 @@ def recall_by_slot(
     """
     from dflash2_lab import stats
 
+    named = as_runs(runs)
     tables = {
         name: stats.recall_by_slot(run, ks=ks, policy=visiting_policy(run, policy))
-        for name, run in as_runs(runs).items()
+        for name, run in named.items()
     }
-    return draw_recall(tables, title)
+    return draw_recall(tables, title, source(named))
 
 
-def draw_recall(tables: "Mapping[str, DataFrame]", title: str | None = None) -> "Figure":
-    """The figure from {drafter: table of `stats.recall_by_slot`}; pure."""
+def draw_recall(
+    tables: "Mapping[str, DataFrame]", title: str | None = None, origin: str = ""
+) -> "Figure":
+    """The figure from {drafter: table of `stats.recall_by_slot`}; pure.
+
+    `origin`, as of `parts.source`, ends the footnote.
+    """
     from plotly.subplots import make_subplots
 
     anchors = [a for a in ANCHORS if any((t["anchors"] == a).any() for t in tables.values())]
@@ -91,9 +99,23 @@ def draw_recall(tables: "Mapping[str, DataFrame]", title: str | None = None) -> 
         head=20,
         note="Share of blocks whose target token is among the k best unary candidates of the slot; "
         "bands: 95 % intervals, prompts resampled. Visited anchors: those where a decode "
-        "with the drafter's own policy starts a block.",
+        f"with the drafter's own policy starts a block. {origin}",
+        caption=_caption(tables, ks),
     )
     return fig
+
+
+def _caption(tables: "Mapping[str, DataFrame]", ks: Sequence[int]) -> str:
+    parts = []
+    for name, table in tables.items():
+        rows = table[(table["anchors"] == "all") & (table["metric"] == "position_recall")]
+        falls = []
+        for k in ks:
+            first, last = (rows[rows["k"] == k].sort_values("slot").iloc[end] for end in (0, -1))
+            ends = [interval(row["value"], row["low"], row["high"]) for row in (first, last)]
+            falls.append(f"recall@{k} {ends[0]} at slot 1, {ends[1]} at slot {last['slot']}")
+        parts.append(f"{name}: {', '.join(falls)}")
+    return f"Recall of the target's token over all recorded anchors. {'; '.join(parts)}."
 
 
 def _lines(

@@ -1,0 +1,57 @@
+"""Results that are no recordings: benchmarks, the battery's score, the monitor's paths.
+
+Such a run is a folder with run.json and one file; its kind says which file and how to read it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dflash2_lab.errors import LabError
+from dflash2_lab.tables import read_run_info
+
+MONITOR_KIND, MONITOR_TABLE = "monitor-paths", "monitor_paths.parquet"
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """`info` is run.json, `values` the JSON object or the table of the run."""
+
+    info: Mapping[str, Any]
+    values: Any
+
+
+def read_results(folder: Path | str, kind: str | None = None) -> Results:
+    """Read the run in `folder`; `kind` is the kind that is expected.
+
+    Raises:
+        LabError: run.json is missing or of another kind, or its file is missing or malformed.
+    """
+    info = read_run_info(Path(folder))
+    found = info.get("kind")
+    if found not in _READERS or kind not in (None, found):
+        expected = repr(kind) if kind else "one of " + ", ".join(map(repr, _READERS))
+        raise LabError(f"{folder}: found a run of kind {found!r}, expected {expected}")
+    name, read = _READERS[found]
+    path = Path(folder) / name
+    if not path.is_file():
+        raise LabError(f"{path}: not found, expected beside its run.json")
+    try:
+        return Results(info, read(path))
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path}: malformed ({error})") from error
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+_READERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
+    "bench": ("bench.json", _json),
+    "verify-mutants": ("verify.json", _json),
+    MONITOR_KIND: (MONITOR_TABLE, pd.read_parquet),
+}
