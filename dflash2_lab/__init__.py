@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash2_lab import plots
+    from dflash2_lab.comparison import compare
     from dflash2_lab.decoding.api import decode
     from dflash2_lab.errors import LabError
+    from dflash2_lab.losslessness.greedy import verify_greedy
     from dflash2_lab.losslessness.verifying import verify
     from dflash2_lab.models.io import load_drafter, save_drafter
     from dflash2_lab.prompts import load_prompts
     from dflash2_lab.recording import record
     from dflash2_lab.replaying import replay
+    from dflash2_lab.report_commands import write_report
     from dflash2_lab.tables import Run
     from dflash2_lab.target import load_target
     from dflash2_lab.tracing import trace
     from dflash2_lab.tracing_import import import_traces
+    from dflash2_lab.viewer import block_viewer
 
 __all__ = [
     "LabError",
     "Run",
+    "block_viewer",
+    "compare",
     "decode",
     "import_traces",
     "load_drafter",
@@ -35,6 +41,8 @@ __all__ = [
     "save_drafter",
     "trace",
     "verify",
+    "verify_greedy",
+    "write_report",
 ]
 
 
@@ -42,6 +50,8 @@ def __getattr__(name: str) -> object:
     homes = {
         "LabError": "errors",
         "Run": "tables",
+        "block_viewer": "viewer",
+        "compare": "comparison",
         "decode": "decoding.api",
         "import_traces": "tracing_import",
         "load_drafter": "models.io",
@@ -52,6 +62,8 @@ def __getattr__(name: str) -> object:
         "save_drafter": "models.io",
         "trace": "tracing",
         "verify": "losslessness.verifying",
+        "verify_greedy": "losslessness.greedy",
+        "write_report": "report_commands",
     }
     if name == "plots":
         return import_module("dflash2_lab.plots")

@@ -7,12 +7,10 @@ the attention mass on context, anchor and drafted rows go into tables (shards of
 a killed run goes on where it stopped).
 """
 
-import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,23 +25,22 @@ from dflash2_lab.kernels.token_rank import token_rank
 from dflash2_lab.models.attention import merged_attention, uniform_share
 from dflash2_lab.models.config import check_against_target
 from dflash2_lab.models.drafter import ContextKeys, Drafter
-from dflash2_lab.models.io import drafter_info
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.policies import Block, candidates, check_policies, propose
-from dflash2_lab.provenance import environment, token_hash
+from dflash2_lab.recording_attention import BlockAttention, sampled_anchors
+from dflash2_lab.recording_info import run_info
 from dflash2_lab.recording_tables import anchor_table, slot_tables
 from dflash2_lab.sampling import Sampling, row_key, uniforms
 from dflash2_lab.schema import empty_frame
 from dflash2_lab.tables import Run, open_folder, shard_done, write_run_info, write_shard
 from dflash2_lab.target import Target, features
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class RecordOptions:
     """`batch_size` traces share a target pass and a shard; `anchor_stride` n records every n-th
-    anchor; `memory_gb` bounds the working memory of one packed drafter pass."""
+    anchor; `memory_gb` bounds the working memory of one packed drafter pass; `attention_sample` is
+    the number of anchors a trace, evenly spread, whose attention is kept key by key."""
 
     policies: tuple[str, ...]
     anchor_stride: int = 1
@@ -51,20 +48,27 @@ class RecordOptions:
     memory_gb: float = 0.5
     keep_candidates: bool = False
     attention: bool = True
+    attention_sample: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("anchor_stride", "batch_size"):
             if getattr(self, name) < 1:
                 raise LabError(f"{name}: found {getattr(self, name)}, expected 1 or more")
+        if self.attention_sample < 0:
+            raise LabError(f"attention_sample: found {self.attention_sample}, expected 0 or more")
         if not self.memory_gb > 0:
             raise LabError(f"memory_gb: found {self.memory_gb}, expected a positive number")
 
     @property
     def tables(self) -> tuple[str, ...]:
         """Tables that every shard of the run has."""
-        optional = (("attention", self.attention), ("candidates", self.keep_candidates))
-        return ("anchors", "slots", "paths", *(name for name, on in optional if on))
+        optional = {
+            "attention": self.attention,
+            "block_attention": self.attention_sample > 0,
+            "candidates": self.keep_candidates,
+        }
+        return ("anchors", "slots", "paths", *(name for name, on in optional.items() if on))
 
 
 def record(
@@ -78,7 +82,7 @@ def record(
     **options: object,
 ) -> Run:
     """Record `drafter` on `traces`; returns the run (tables `anchors`, `slots`, `paths`,
-    `attention`, on request `candidates`).
+    `attention`, on request `candidates` and `block_attention`).
 
     `policies` defaults to all that the drafter has and that differ at the traces' temperature.
     `out` is a run folder, resumed when it holds a run of the same settings; without it the run
@@ -132,49 +136,6 @@ def default_policies(drafter: Drafter, sampling: Sampling) -> tuple[str, ...]:
     if sampling.greedy:
         return ("top1", *own)
     return ("top1", "sampled", *own, *(f"{policy}_greedy" for policy in own))
-
-
-def run_info(
-    target: Target, drafter: Drafter, traces: Run, options: RecordOptions
-) -> dict[str, object]:
-    """What run.json says: everything that the numbers depend on."""
-    frame = traces.traces
-    foreign = _other_weights(traces.info.get("target"), target.identity)
-    if foreign:
-        logger.warning(
-            "%s, so they are marked off-policy: recall can be read, acceptance not", foreign
-        )
-    return {
-        "kind": "record",
-        "target": target.identity,
-        "drafter": drafter_info(drafter),
-        "sampling": traces.info["sampling"],
-        "prompt_set_hash": traces.info.get("prompt_set_hash"),
-        "token_hash": token_hash(frame),
-        "template": traces.info.get("template"),
-        "trace_target": traces.info.get("target"),
-        "on_policy": bool(frame["on_policy"].all()) and not foreign,
-        "num_requests": len(frame),
-        "policies": list(options.policies),
-        "anchor_stride": options.anchor_stride,
-        "batch_size": options.batch_size,
-        "keep_candidates": options.keep_candidates,
-        "attention": options.attention,
-        "seeds": {"record": options.seed, "trace": traces.info.get("seed")},
-        "environment": environment(target.device),
-        "complete": False,
-    }
-
-
-def _other_weights(traced: Mapping[str, Any] | None, recorded: Mapping[str, Any]) -> str:
-    """Says so when the traces are known to come from other weights than the target's, else ''."""
-    sides = [
-        {name: value for name, value in (side or {}).get("files", {}).items() if "tensors" in name}
-        for side in (traced, recorded)
-    ]
-    if not all(sides) or sides[0] == sides[1]:
-        return ""
-    return f"the traces were made by target {traced['name']}, not by {recorded['name']}"
 
 
 @torch.inference_mode()
@@ -244,6 +205,10 @@ def record_trace(
     prompt_length, length = len(row.prompt_ids), len(row.response_ids)
     recorded = np.arange(0, length - 1, options.anchor_stride)
     sums = AttentionSums() if options.attention else None
+    kept = None
+    if options.attention_sample:
+        sample = sampled_anchors(recorded, options.attention_sample)
+        kept = BlockAttention(drafter, prompt_length + sample)
     tile = anchors_per_tile(drafter, len(ids), options.memory_gb)
     outputs: dict[str, list[np.ndarray]] = {}
     for first in range(0, len(recorded), tile):
@@ -260,7 +225,7 @@ def record_trace(
                 policy: uniforms(torch.full_like(draws, seed), draws)
                 for policy, seed in seeds.items()
             },
-            **draft_tile(target, drafter, ids, keys, prompt_length + chosen, sums),
+            **draft_tile(target, drafter, ids, keys, prompt_length + chosen, sums, kept),
         )
         for name, value in tile_values(block, options).items():
             outputs.setdefault(name, []).append(value.cpu().numpy())
@@ -270,6 +235,8 @@ def record_trace(
     tables["anchors"] = anchor_table(key, recorded, row, num_draft)
     if sums is not None:
         tables["attention"] = sums.frame(key)
+    if kept is not None:
+        tables["block_attention"] = kept.frame(key, prompt_length)
     return tables
 
 
@@ -289,6 +256,7 @@ def draft_tile(
     keys: ContextKeys,
     positions: Int[np.ndarray, " n"],
     sums: AttentionSums | None = None,
+    kept: BlockAttention | None = None,
 ) -> dict[str, Tensor]:
     """Draft the blocks anchored at `positions` of one sequence, held against what follows there:
     embedding, hidden, logits, before and targets of a `Block`.
@@ -304,6 +272,8 @@ def draft_tile(
             uniform = uniform_share(positions, settings.block_size, *arguments[-2:])
             rows = drafter.slot_rows(mass)[0], drafter.slot_rows(uniform[..., None])[..., 0]
             sums.add(layer, *rows, positions)
+        if kept is not None:
+            kept.add(layer, *arguments)
         return out
 
     embedding = drafter.input_embedding(target.embed_weight)

@@ -8,6 +8,7 @@ import pyarrow as pa
 from dflash2_lab.errors import LabError
 
 SCHEMA_VERSION = 1
+NEAREST = 32  # context positions before an anchor that `block_attention` tells apart
 
 _KEY = {"prompt_id": pa.string(), "turn": pa.int32(), "sample": pa.int32()}
 _ANCHOR_KEY = _KEY | {"anchor": pa.int32()}
@@ -61,6 +62,19 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             "sumsq_within": pa.float64(),
             "sum_uniform": pa.float64(),
             "count": pa.int32(),
+        },
+        # Whole blocks of a sample of anchors, mean over heads. The shares sum to 1; share_context =
+        # older + sum(nearest). `nearest`: the context positions before the anchor, the last one
+        # next to it. `block`: the block's own rows, row 0 the anchor, row r at position anchor + r.
+        "block_attention": _SLOT_KEY
+        | {
+            "layer": pa.int8(),
+            "share_context": pa.float32(),
+            "share_anchor": pa.float32(),
+            "share_drafted": pa.float32(),
+            "older": pa.float32(),
+            "nearest": pa.list_(pa.float32()),
+            "block": pa.list_(pa.float32()),
         },
         "steps": _KEY
         | {

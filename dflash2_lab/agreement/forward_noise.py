@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash2_lab.agreement.margins import lead
-from dflash2_lab.agreement.noise_band import LEEWAY
+from dflash2_lab.agreement.noise_band import most_explained
 from dflash2_lab.decoding.graph import GraphEngine
 from dflash2_lab.decoding.requests import Request
 from dflash2_lab.decoding.steps import TargetRow, check_logits
@@ -190,12 +190,12 @@ def joined(
     found: dict[str, list[Delta]], batches: dict[str, int], size: float, dtype: torch.dtype
 ) -> tuple[ForwardNoise, ...]:
     """The noise of every way. `size` is the largest logit: rounding may take half of the digits of
-    it from `blocks`, and from the ways after it `LEEWAY` times what those before them lose."""
+    it from `blocks`, and from the ways after it four times what those before them lose."""
     eps, made = torch.finfo(dtype).eps, []
     for way in sorted(found, key=WAYS.index):
         parts = Delta(*(np.concatenate(column) for column in zip(*found[way], strict=True)))
         limit = size * eps**0.5
         if made:
-            limit = LEEWAY * max(size * eps, *(one.largest for one in made))
+            limit = most_explained([one.largest for one in made], size, eps)
         made.append(ForwardNoise(way, batches[way], parts, float(limit)))
     return tuple(made)

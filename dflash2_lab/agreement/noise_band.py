@@ -31,7 +31,8 @@ from dflash2_lab.decoding.graph import GraphEngine
 from dflash2_lab.decoding.requests import Request
 
 WAYS = ("whole", "eager", "graph")
-LEEWAY = 4.0  # how much noisier than the ways before it one may be
+_LEEWAY = 4.0  # how much noisier than the ways before it one may be
+_UNITS = 4.0  # of the largest score, in the last place: few scores may all come out nearly exact
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _noise(
     eps: float,
     size: float,
 ) -> dict[str, Noise]:
-    """Noise of each way. `whole` is the yardstick: the other ways may be `LEEWAY` times as noisy as
+    """Noise of each way. `whole` is the yardstick: the other ways may be four times as noisy as
     those before them. Where it is the reference itself, `eager` keeps half of the digits of the
     largest score, `size`."""
     found: dict[str, Noise] = {}
@@ -124,11 +125,16 @@ def _noise(
         away = np.abs(own - wide) if known.any() else np.zeros(1)
         limit = np.inf if way == "whole" else size * eps**0.5
         if found:
-            limit = LEEWAY * max(size * eps, *(part.largest for part in found.values()))
+            limit = most_explained([part.largest for part in found.values()], size, eps)
         flips = int(((own < 0) != (wide < 0)).sum())
         quantile = float(np.quantile(away, 0.99))
         found[way] = Noise(float(away.max()), quantile, int(known.sum()), flips, float(limit))
     return found
+
+
+def most_explained(before: Sequence[float], size: float, eps: float) -> float:
+    """How far rounding may move scores of at most `size`, by what it did in other ways."""
+    return _LEEWAY * max(_UNITS * size * eps, *before)
 
 
 class Judge:
