@@ -1,10 +1,11 @@
 """The mutation score of the real engine: which faults of the catalogue does `verify` catch in it?
 
 Each fault is decoded with the real models, a response of every arm in turn, until the gates or the
-monitor condemn one of them; what gets through the plan is judged by all tests. Controls, which are
-harmless, are decoded to the plan's end, and nothing may speak but the gates that are known to.
+monitor condemn one of them; what gets through the plan is judged by all tests. Of controls, which
+are harmless, a third of the responses is decoded, and nothing may speak but what is known to.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ class Attempt:
         name, stage: as in the catalogue.
         harmless: a control.
         skipped: why it changes nothing in this run; "" where it was decoded.
-        tokens: decoded in all arms, until it was condemned or to the plan's end.
+        tokens: decoded in all arms, until it was condemned or to the end.
         arm: the drafter under which it was condemned; None: nothing spoke.
         spoke: what spoke there: gates with what they found, "monitor" with the tokens under this
             drafter at which it stopped, tests with their p-values.
@@ -125,7 +126,7 @@ def campaign(
     """Decode under every fault and control of the catalogue, or the named ones, and catch them.
 
     Arguments and errors are those of `verifying.verify`, with the reference engine. `tell` is given
-    each name before its decodes. The plan is what a control, or a fault that is not caught, takes.
+    each name before its decodes. The plan is what a fault that is not caught takes.
 
     Raises:
         LabError: an unknown name, and what `verify` raises.
@@ -154,7 +155,8 @@ def campaign(
             if not reason
         }
         expected = tuple(sorted(hooks_of(name).speaks))
-        found = _attempt(trials, requests, plan, expected)
+        num = math.ceil(plan.responses / 3) if name in CONTROLS else plan.responses
+        found = _attempt(trials, requests, num, plan, expected)
         attempts.append(Attempt(**entry, **found, expected=expected))
     configuration = {
         "target": target.name,
@@ -173,12 +175,14 @@ def campaign(
 def _attempt(
     trials: Mapping[str, Trial],
     requests: Mapping[str, Sequence[Any]],
+    num: int,
     plan: Plan,
     expected: Sequence[str],
 ) -> dict[str, Any]:
-    """Decode until something unexpected speaks: `tokens`, `arm` and `spoke` of an `Attempt`."""
+    """Decode up to `num` responses an arm, until something unexpected speaks: `tokens`, `arm` and
+    `spoke` of an `Attempt`."""
     budget, tokens = Budget(alpha=plan.alpha, arms=len(plan.arms)), 0
-    for index, (arm, trial) in product(range(plan.responses), trials.items()):
+    for index, (arm, trial) in product(range(num), trials.items()):
         heard = trial.engine.testify(requests[arm][index])
         trial.hear(index, heard)
         tokens += len(heard.response)
