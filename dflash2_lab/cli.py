@@ -333,6 +333,14 @@ def _figures_options(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_lazy("figures", "figure_commands"))
 
 
+def _page_options(command: argparse.ArgumentParser) -> None:
+    from dflash2_lab.report_options import OPTIONS
+
+    name = command.get_default("command")
+    OPTIONS[name](command)
+    command.set_defaults(run=_lazy(name, "report_commands"))
+
+
 def _reproduce_options(command: argparse.ArgumentParser) -> None:
     _target(command)
     command.add_argument("--limit", type=int, default=24, help="prompts")
@@ -379,6 +387,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "draw the figures of record runs, or redraw and verify the figures of record",
         _figures_options,
     ),
+    "report": ("write one HTML page on a run, with figures and provenance", _page_options),
+    "compare": ("hold two drafters against each other on the same prompts", _page_options),
     "reproduce": (
         "the main job: trace, record, replay and draw the zoo drafters",
         _reproduce_options,

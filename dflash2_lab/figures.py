@@ -108,6 +108,38 @@ def figure_html(figure: "str | Figure", div_id: str = "figure") -> str:
     )
 
 
+def show(*figures: "Figure", timeout_s: float = 60.0) -> None:
+    """Show figures in a notebook, each with its caption; a cell's last line, it returns nothing.
+
+    An output holds the figure as Plotly's JSON, which JupyterLab draws with the renderer that the
+    plotly package brings (no network), and as a PNG for all that know pictures only: a code host,
+    HTML by nbconvert, a notebook that is not trusted. plotly.js itself (4.8 MB) is in neither, and
+    the PNGs are small: a notebook is committed. One Chrome makes all of them within `timeout_s`
+    seconds; without it a line says what to install.
+    """
+    from IPython.display import HTML, display
+
+    plain = [_parsed(figure) for figure in figures]
+    try:
+        jobs = [(figure, "png") for figure in plain]
+        pictures, lost = render_images(jobs, scale=1.0, timeout_s=timeout_s), ""
+    except ImageExportError as error:
+        pictures, lost = [None] * len(plain), f"No picture: {error}"
+    for figure, picture in zip(plain, pictures, strict=True):
+        layout = figure["layout"]
+        caption = layout.get("meta", {}).get("caption", "")
+        bundle = {"application/vnd.plotly.v1+json": figure | {"config": CONFIG}}
+        bundle["text/plain"] = caption or "figure"
+        size = {side: layout[side] for side in ("width", "height") if side in layout}
+        if picture is None:
+            bundle["text/html"] = f"<p>{html.escape(lost)}</p>"
+        else:
+            bundle["image/png"] = base64.b64encode(picture).decode()
+        display(bundle, metadata={"image/png": size}, raw=True)
+        if caption:
+            display(HTML(f"<p><em>{html.escape(caption)}</em></p>"))
+
+
 def save_figure(
     fig: "Figure",
     path_stem: Path | str,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash2_lab import stats
+from dflash2_lab.conditions import conditions, doubts
 from dflash2_lab.errors import LabError
 from dflash2_lab.intervals import Estimate
 from dflash2_lab.replaying import ReplayResult, replay
@@ -28,7 +29,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Everything the report shows of one recorded run, as plain JSON values (NaN is None).
 
-    Keys: drafter, target, temperature, prompt_set_hash, suffix_decay, warnings, and policies,
+    Keys: drafter, target, temperature, prompt_set_hash, conditions (what the numbers depend on),
+    suffix_decay, degenerate_output (prompts that repeat themselves), warnings, and policies,
     {policy: object} with the keys of the design: policy, num_draft, acceptance_length (pooled and
     per_request, each also without the steps that EOS or the length limit cut), position_recall@k
     and conditional_recall@k (unary candidates, all anchors), survival and conditional_acceptance
@@ -45,24 +47,42 @@ def summarise(
     if not names:
         raise LabError("policies: found none, expected at least one to report on")
     results = {name: replay(run, name, num_draft, acceptance) for name in names}
-    shared = {**_recall(run, names[0]), "within_block_share": _attention(run, "value")}
     headroom = _headroom(run, results, num_draft, acceptance)
+    summary = summarise_unary(run, names[0])
+    unary = summary.pop("unary")
+    dropped = max((r.num_requests_dropped or 0 for r in results.values()), default=0)
+    lost = [f"{dropped} requests without a verify step were dropped"] if dropped else []
+    return summary | {
+        "policies": {
+            name: {**_policy(result), "headroom_recovered": headroom.get(name), **unary}
+            for name, result in results.items()
+        },
+        "warnings": [*lost, *summary["warnings"]],
+    }
+
+
+def summarise_unary(run: Run, policy: str | None = None) -> dict[str, Any]:
+    """What `summarise` says apart from the policies; needs no replay, so off-policy traces do too.
+
+    `unary` holds the recall series and within_block_share. `policy` says which anchors a decode
+    visits, which no number here depends on.
+    """
     _, decay = stats.suffix_decay(run)
+    found = doubts(run)
     return {
         "drafter": run.info["drafter"]["name"],
         "target": run.info.get("target", {}).get("name"),
         "temperature": run.temperature,
         "prompt_set_hash": run.info.get("prompt_set_hash"),
+        "conditions": conditions(run),
         "suffix_decay": {
             "slope": _value(decay.slope, decay.slope_low, decay.slope_high),
             "drop": _value(decay.drop, decay.drop_low, decay.drop_high),
         },
         "within_block_share_uniform": _attention(run, "uniform"),
-        "policies": {
-            name: {**_policy(result), "headroom_recovered": headroom.get(name), **shared}
-            for name, result in results.items()
-        },
-        "warnings": _warnings(run, results),
+        "unary": {**_recall(run, policy), "within_block_share": _attention(run, "value")},
+        "degenerate_output": list(found.degenerate),
+        "warnings": list(found.warnings),
     }
 
 
@@ -88,7 +108,7 @@ def text_report(summaries: Mapping[str, Mapping[str, Any]], warnings: Sequence[s
     if any(_first(summary)["within_block_share"] for summary in summaries.values()):
         parts += ["within_block_share by layer, and the uniform baseline, %", _layers(summaries)]
     notes = [f"{name}: {note}" for name, s in summaries.items() for note in s["warnings"]]
-    parts += _wrapped([*warnings, *notes])
+    parts += wrapped([*warnings, *notes])
     return "\n\n".join(parts) + "\n"
 
 
@@ -161,7 +181,7 @@ def _by_dataset(result: ReplayResult) -> dict[str, Any]:
     return sets
 
 
-def _recall(run: Run, policy: str) -> dict[str, list[float | None]]:
+def _recall(run: Run, policy: str | None) -> dict[str, list[float | None]]:
     # the policy decides on the visited rows only, which are not used here
     table = stats.recall_by_slot(run, ks=RECALL_KS, policy=policy)
     table = table[table["anchors"] == "all"]
@@ -198,23 +218,6 @@ def _headroom(
         name: number((result.pooled.value - floor) / (ceiling - floor))
         for name, result in results.items()
     }
-
-
-def _warnings(run: Run, results: Mapping[str, ReplayResult]) -> list[str]:
-    notes = []
-    dropped = max((r.num_requests_dropped or 0 for r in results.values()), default=0)
-    if dropped:
-        notes.append(f"{dropped} requests without a verify step were dropped")
-    if run.has_table("traces"):
-        table = stats.degenerate_output(run.traces)
-        flagged = sorted(set(table.loc[table["degenerate"], "prompt_id"]))
-        if flagged:
-            shown = ", ".join(flagged[:5]) + (", ..." if len(flagged) > 5 else "")
-            notes.append(
-                f"degenerate_output: {len(flagged)} of {table['prompt_id'].nunique()} prompts "
-                f"repeat themselves (few distinct 4-grams), which raises acceptance: {shown}"
-            )
-    return notes
 
 
 def _first(summary: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -319,7 +322,7 @@ def _layers(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return text_table(["drafter", "layer", *map(str, range(layers))], padded, keys=2)
 
 
-def _wrapped(notes: Sequence[str]) -> list[str]:
+def wrapped(notes: Sequence[str]) -> list[str]:
     lines = [
         textwrap.fill(f"warning: {note}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         for note in notes

@@ -4,9 +4,11 @@ Such a run is a folder with run.json and one file; its kind says which file and 
 """
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pandas as pd
@@ -44,6 +46,23 @@ def read_results(folder: Path | str, kind: str | None = None) -> Results:
         return Results(info, read(path))
     except (OSError, ValueError) as error:
         raise LabError(f"{path}: malformed ({error})") from error
+
+
+def command_line(info: Mapping[str, Any]) -> str:
+    """The command that made a run, from its run.json, and in brackets its device, torch and commit.
+
+    Paths of the machine that ran it are cut to their last part. Raises LabError without a command.
+    """
+    made = info.get("environment", {})
+    if not made.get("command"):
+        raise LabError("run.json: found no environment.command, expected the command of the run")
+    name, *words = made["command"]
+    script = PurePath(name).stem
+    is_module = script != "__main__" and (Path(__file__).parent / f"{script}.py").is_file()
+    told = f"python -m dflash2_lab.{script}" if is_module else "dflash2-lab"
+    words = [PurePath(word).name if re.match("/|[A-Z]:", word) else word for word in words]
+    where = f"{made['device']}, torch {made['packages']['torch']}, {str(made['git'])[:7]}"
+    return f"{shlex.join([*told.split(), *words])}   [{where}]"
 
 
 def _json(path: Path) -> Any:
