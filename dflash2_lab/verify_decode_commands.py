@@ -93,12 +93,18 @@ def _found(
 ) -> tuple[bool, str, dict[str, Any]]:
     """Whether the check passed, its page and its record."""
     if arguments.mutation_score:
-        names = tqdm([*FAULTS, *CONTROLS], unit="decoder")
+        names = [*FAULTS, *CONTROLS]
         few = replace(QUICK, alpha=plan.alpha, seed=plan.seed)
-        found = campaign(
-            target, drafter, prompts, policy=arguments.policy, sampling=samplings[0], plan=few,
-            names=names,
-        )  # fmt: skip
+        with tqdm(total=len(names), unit="decoder") as bar:
+
+            def tell(name: str) -> None:
+                bar.set_description(name)
+                bar.update()
+
+            found = campaign(
+                target, drafter, prompts, policy=arguments.policy, sampling=samplings[0], plan=few,
+                names=names, tell=tell,
+            )  # fmt: skip
         return found.passed, campaign_page(found), campaign_json(found)
     how: dict[str, Any] = {
         "policy": arguments.policy,
