@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 DIGITS = 6  # significant digits of every number in a figure of record
 FORMATS = ("json", "html", *IMAGE_FORMATS)
-CONFIG = {"displaylogo": False, "responsive": False}
+CONFIG = {  # no button that sends a chart to a server
+    "displaylogo": False,
+    "responsive": False,
+    "modeBarButtonsToRemove": ["sendChartToCloud"],
+}
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -112,30 +116,28 @@ def show(*figures: "Figure", timeout_s: float = 60.0) -> None:
     """Show figures in a notebook, each with its caption; a cell's last line, it returns nothing.
 
     An output holds the figure as Plotly's JSON, which JupyterLab draws with the renderer that the
-    plotly package brings (no network), and as a PNG for all that know pictures only: a code host,
-    HTML by nbconvert, a notebook that is not trusted. plotly.js itself (4.8 MB) is in neither, and
-    the PNGs are small: a notebook is committed. One Chrome makes all of them within `timeout_s`
-    seconds; without it a line says what to install.
+    plotly package brings (no network), and as an SVG for all that know pictures only: a code host,
+    HTML by nbconvert. It is no PNG, because that renderer shows a PNG that it finds instead of
+    drawing the figure. plotly.js itself (4.8 MB) is in neither: a notebook is committed. One Chrome
+    makes all pictures within `timeout_s` seconds; without it a line says what to install.
     """
     from IPython.display import HTML, display
 
     plain = [_parsed(figure) for figure in figures]
     try:
-        jobs = [(figure, "png") for figure in plain]
-        pictures, lost = render_images(jobs, scale=1.0, timeout_s=timeout_s), ""
+        jobs = [(figure, "svg") for figure in plain]
+        pictures, lost = render_images(jobs, timeout_s=timeout_s), ""
     except ImageExportError as error:
         pictures, lost = [None] * len(plain), f"No picture: {error}"
     for figure, picture in zip(plain, pictures, strict=True):
-        layout = figure["layout"]
-        caption = layout.get("meta", {}).get("caption", "")
+        caption = figure["layout"].get("meta", {}).get("caption", "")
         bundle = {"application/vnd.plotly.v1+json": figure | {"config": CONFIG}}
         bundle["text/plain"] = caption or "figure"
-        size = {side: layout[side] for side in ("width", "height") if side in layout}
         if picture is None:
             bundle["text/html"] = f"<p>{html.escape(lost)}</p>"
         else:
-            bundle["image/png"] = base64.b64encode(picture).decode()
-        display(bundle, metadata={"image/png": size}, raw=True)
+            bundle["image/svg+xml"] = picture.decode("utf-8")
+        display(bundle, raw=True)
         if caption:
             display(HTML(f"<p><em>{html.escape(caption)}</em></p>"))
 

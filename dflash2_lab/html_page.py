@@ -92,8 +92,6 @@ figure { margin: 20px 0 28px; }
   pre { white-space: pre-wrap; }
   .modebar { display: none; }
 }"""
-# plotly.js offers to upload a chart; a page that needs no network does not
-OFFLINE = '<script>Plotly.setPlotConfig({modeBarButtonsToRemove: ["sendChartToCloud"]});</script>'
 THEMES = """<script>
 const dark = {dark};
 const light = Object.fromEntries(Object.keys(dark).map((id) => {{
@@ -209,7 +207,7 @@ def page(
         title=escape(title),
         about=escape(about),
         css=_css(),
-        plotly=f"{plotly_script()}\n{OFFLINE}" if drawn else "",
+        plotly=plotly_script() if drawn else "",
         body="\n".join(part for part in body if part),
         themes=THEMES.format(dark=script_json(dark), config=script_json(CONFIG)) if drawn else "",
     )

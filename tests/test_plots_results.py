@@ -35,6 +35,14 @@ def test_cycles_stand_beside_their_floor_and_overheads_on_a_log_axis():
     assert texts(fig).count("1.40 x") == 2
 
 
+def test_an_overhead_that_was_not_resolved_is_told_and_not_drawn_at_a_place_of_its_own():
+    result = frames.cycle_result()
+    result["cells"][0]["overheads"]["selector"]["extra"] = frames.spread(-2e-6)
+    fig = plots.cycle_breakdown({"4B": Results(MADE, result)})
+    (told,) = [one for one in fig.layout.annotations if "none resolved" in one.text]
+    assert told.text == "-2.0 µs: none resolved" and told.x == 0
+
+
 def test_a_cycle_says_its_shapes_batch_rounds_and_run():
     text = note(plots.cycle_breakdown({"4B": Results(MADE, frames.cycle_result())}))
     assert "4B: batch 1, context 512, 7 drafts, bfloat16, medians of 40 rounds of 8 cycles" in text

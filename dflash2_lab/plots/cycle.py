@@ -80,7 +80,11 @@ def draw_cycle(
         _texts(
             fig,
             overheads["value"],
-            [f"{share:.1%}" for share in overheads["share"]],
+            [
+                # A log axis has no place for what a noisy run measures at 0 or below.
+                f"{share:.1%}" if value > 0 else f"{value:.1f} µs: none resolved"
+                for share, value in zip(overheads["share"], overheads["value"], strict=True)
+            ],
             2 * row,
             log=True,
         )
@@ -183,7 +187,7 @@ def _texts(
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
         fig.add_annotation(
             text=text,
-            x=math.log10(value) if log else float(value),
+            x=math.log10(max(value, 1.0)) if log else float(value),
             y=row,
             xref=f"x{suffix}",
             yref=f"y{suffix}",
