@@ -6,7 +6,7 @@ from pathlib import Path
 from dflash2_lab.cli import _lazy, _target, _template
 
 DESCRIPTION = """\
-Test whether tokens have the target's law. --drafter decodes with our reference engine under three
+Test whether tokens have the target's law. --drafter decodes with one of our engines under three
 drafters (the given one, its opposite, one close to the target) and writes a certificate. --samples
 audits what any engine wrote (vLLM, SGLang, llama.cpp, transformers, ...): every token against the
 law that the target gives it, greedy ones against its argmax. --enumerate runs every branch of our
@@ -26,7 +26,7 @@ a line of FILE is a JSON object:
 
 examples:
   dflash2-lab verify --drafter zoo:dflash2 --out runs/certificate
-  dflash2-lab verify --drafter zoo:dflash2 --engine graph --device cuda --level release \
+  dflash2-lab verify --drafter zoo:dflash2 --engine graph --device cuda --level release \\
       --also 0.8,0.95,50 --out runs/release
   dflash2-lab verify --drafter zoo:dflash2 --temperature 0 --dtype bfloat16
   dflash2-lab verify --drafter zoo:dflash2 --inject residual-is-p
@@ -116,6 +116,6 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--seed", type=int, default=0, help="of the random numbers of the tests")
     command.add_argument(
-        "--out", type=Path, default=None, help="run folder for verify.json (default: none)"
+        "--out", type=Path, default=None, help="run folder for the certificate (default: none)"
     )
     command.set_defaults(run=_lazy("verify", "verify_lossless_commands"))
