@@ -66,7 +66,7 @@ def small(words: list[str], models: Path) -> list[str]:
             words[index + 1] = str(models / word.removeprefix("--"))
     if words[0] == "inspect":
         return ["inspect", str(models / "drafter")]
-    if "--target" not in words and not {"--enumerate", "--mutation-score"} & {*words}:
+    if "--target" not in words:
         words += ["--target", str(models / "target")]
     if words[0] in ("record", "decode", "verify-replay") and "--max-new-tokens" not in words:
         words += ["--max-new-tokens", "12"]
