@@ -35,6 +35,7 @@ from .final_draw import (
     draw_final_reference,
     final_weights,
     kernel_arguments,
+    launch_memory,
     target_mass,
 )
 from .row_law import Law, few_rows, law_probs, probability
@@ -365,13 +366,8 @@ def block_verify_triton(
         num_offered=num_offered,
         forced=forced,
     )
-    device = logits.device
-    if arrivals is None:
-        arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
     chunks = triton.cdiv(vocab, block)
-    masses = torch.empty((num_rows, 2, chunks), dtype=torch.float64, device=device)
-    following = torch.empty(num_rows, dtype=torch.int64, device=device)
-    accepted = torch.empty_like(following)
+    memory = launch_memory(num_rows, chunks, arrivals, logits.device)
     q_parts, q_strides, num_candidates = kernel_arguments(q)
     strides = (*logits.stride()[:2], draft.stride(0), *q_strides)
     sizes = {"C": chunks, "S": num_slots, "P": num_draft, "BLOCK": block}
@@ -379,7 +375,7 @@ def block_verify_triton(
     left = None
     if isinstance(q, FullLaw):
         shape = (num_rows, num_draft - 1, chunks)
-        left = torch.empty(shape, dtype=torch.float64, device=device)
+        left = torch.empty(shape, dtype=torch.float64, device=logits.device)
         if num_draft > 1:
             _left_kernel[(left.numel(),)](
                 logits,
@@ -406,10 +402,7 @@ def block_verify_triton(
         num_offered,
         forced,
         left,
-        masses,
-        arrivals,
-        accepted,
-        following,
+        *memory,
         *strides,
         vocab,
         K=num_candidates,
@@ -417,4 +410,4 @@ def block_verify_triton(
         BLOCK_K=next_power_of_2(num_candidates),
         **sizes,
     )
-    return accepted, following
+    return memory[2:]

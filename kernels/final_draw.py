@@ -65,6 +65,18 @@ def kernel_arguments(
     return (None,) * 6, (0, 0), 0
 
 
+def launch_memory(
+    num_rows: int, chunks: int, arrivals: Int[Tensor, " B"] | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Masses by chunk of what `draw_final` draws from, arrivals, and what comes out: accepted slots
+    and the tokens that follow."""
+    if arrivals is None:
+        arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    masses = torch.empty((num_rows, 2, chunks), dtype=torch.float64, device=device)
+    following = torch.empty(num_rows, dtype=torch.int64, device=device)
+    return masses, arrivals, torch.empty_like(following), following
+
+
 # Plain torch.
 
 

@@ -21,6 +21,7 @@ from .final_draw import (
     draw_final,
     draw_final_reference,
     kernel_arguments,
+    launch_memory,
     target_mass,
 )
 from .row_law import Law
@@ -220,13 +221,8 @@ def verify_triton(
         num_offered=num_offered,
         forced=forced,
     )
-    device = logits.device
-    if arrivals is None:
-        arrivals = torch.zeros(num_rows, dtype=torch.int32, device=device)
     chunks = triton.cdiv(vocab, block)
-    masses = torch.empty((num_rows, 2, chunks), dtype=torch.float64, device=device)
-    following = torch.empty(num_rows, dtype=torch.int64, device=device)
-    accepted = torch.empty_like(following)
+    memory = launch_memory(num_rows, chunks, arrivals, logits.device)
     q_parts, q_strides, num_candidates = kernel_arguments(q)
     _verify_kernel[(num_rows * chunks,)](
         logits,
@@ -240,10 +236,7 @@ def verify_triton(
         final_counters,
         num_offered,
         forced,
-        masses,
-        arrivals,
-        accepted,
-        following,
+        *memory,
         *logits.stride()[:2],
         draft.stride(0),
         *q_strides,
@@ -258,4 +251,4 @@ def verify_triton(
         BLOCK_K=next_power_of_2(num_candidates),
         num_warps=4,
     )
-    return accepted, following
+    return memory[2:]

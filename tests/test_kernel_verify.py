@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from test_kernel_candidate_selector import keys_for
-from test_kernel_row_law import call, spread, to
+from test_kernel_row_law import call, spread
 
 from dflash2_lab.kernels import candidate_selector, verify
 from dflash2_lab.kernels.candidate_selector import select_reference
@@ -228,42 +228,6 @@ def test_kernel_and_reference_take_the_same_decisions(kind, dtype, device, poiso
 
 
 @VERIFIERS
-def test_greedy_rows_accept_the_argmax_and_end_with_it(form, device):
-    arguments = random_problem(rows=4)
-    arguments["temperature"] = torch.zeros(4)
-    arguments["law"] = row_law_reference(arguments["logits"].flatten(0, 1), torch.zeros(16))
-    best = arguments["logits"].argmax(-1)
-    draft = best[:, :3].clone()
-    draft[0, 0] = (draft[0, 0] + 1) % 100
-    draft[1, 2] = (draft[1, 2] + 1) % 100
-    arguments["draft"] = draft
-    arguments["num_offered"] = torch.tensor([3, 3, 3, 1], dtype=torch.int32)
-    accepted, following = call(form, device, {"block": 64}, **arguments)
-    assert accepted.tolist() == [0, 2, 3, 1]
-    assert following.tolist() == best[range(4), [0, 2, 3, 1]].tolist()
-
-
-@VERIFIERS
-def test_where_nothing_is_offered_the_first_row_is_drawn_from(form, device):
-    arguments = random_problem(rows=6, slots=1, kind="one-hot")
-    arguments["num_offered"] = torch.zeros(6, dtype=torch.int32)
-    # The laws of both rows of a request stand one behind the other.
-    first = type(arguments["law"])(*(part[::2].contiguous() for part in arguments["law"]))
-    accepted, following = call(form, device, {"block": 64}, **arguments)
-    drawn = ("temperature", "final_keys", "final_counters")
-    rest = (arguments[name] for name in drawn)
-    assert not accepted.any()
-    expected = draw_reference(arguments["logits"][:, 0], first, *rest)
-    assert following.tolist() == expected.tolist()
-
-
-def test_a_launch_without_a_drafted_slot_is_refused(device):
-    arguments = random_problem(rows=2, slots=0, kind="one-hot")
-    with pytest.raises(ValueError, match="for 0 slots"):
-        call(verify_triton, device, {"block": 64}, **arguments)
-
-
-@VERIFIERS
 def test_slots_that_are_not_offered_are_not_accepted_and_give_the_bonus_row(form, device):
     token = torch.zeros(3, 2, dtype=torch.int64)
     sure = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 0, 1.0, 0]])
@@ -273,49 +237,6 @@ def test_slots_that_are_not_offered_are_not_accepted_and_give_the_bonus_row(form
     accepted, following = call(form, device, {"block": 64}, **arguments)
     assert accepted.tolist() == [0, 1, 2]
     assert following.tolist() == [3, 3, 70]
-
-
-@VERIFIERS
-def test_a_forced_number_is_accepted_up_to_what_is_offered(form, device):
-    arguments = random_problem(rows=6)
-    real, _ = verify_reference(**arguments)
-    arguments["num_offered"] = torch.tensor([3, 3, 3, 2, 2, 3], dtype=torch.int32)
-    arguments["forced"] = torch.tensor([0, 1, 3, 3, 0, -1], dtype=torch.int32)
-    accepted, following = call(form, device, {"block": 64}, **arguments)
-    assert accepted.tolist() == [0, 1, 3, 2, 0, int(real[5])]
-    assert ((following >= 0) & (following < 100)).all()
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_Q)
-def test_broken_rows_end_with_a_token_and_leave_the_others_alone(kind, device):
-    arguments = random_problem(rows=6, kind=kind)
-    expected = verify_reference(**arguments)
-    arguments["logits"][1] = torch.nan
-    arguments["logits"][4] = torch.inf
-    per_row = arguments["temperature"].repeat_interleave(4)
-    filters = (torch.full((24,), 40, dtype=torch.int32), torch.full((24,), 0.9))
-    law = row_law_reference(arguments["logits"].flatten(0, 1), per_row, *filters)
-    for form in (verify_reference, verify_triton):
-        found = call(form, device, {"block": 64}, **arguments | {"law": law})
-        assert ((found[1] >= 0) & (found[1] < 100)).all()
-        for row in (0, 2, 3, 5):
-            assert found[0][row] == expected[0][row]
-            assert found[1][row] == expected[1][row]
-
-
-def test_views_with_gaps_are_read_right_and_arrivals_end_at_zero(device):
-    arguments = random_problem(rows=3)
-    expected = verify_reference(**arguments)
-    wide = torch.cat([arguments["logits"], torch.full((3, 4, 28), torch.nan)], -1)
-    block = torch.cat([torch.full((3, 1), -5), arguments["draft"]], 1)
-    moved = to(device, arguments)
-    moved |= {"logits": wide.to(device)[..., :100], "draft": block.to(device)[:, 1:]}
-    arrivals = torch.zeros(3, dtype=torch.int32, device=device)
-    for _ in range(2):
-        found = verify_triton(**moved, arrivals=arrivals, block=64)
-        assert found[0].tolist() == expected[0].tolist()
-        assert found[1].tolist() == expected[1].tolist()
-        assert not arrivals.any()
 
 
 def test_drafts_tests_and_final_draws_never_share_a_random_number(monkeypatch):
@@ -356,11 +277,3 @@ def test_drafts_tests_and_final_draws_never_share_a_random_number(monkeypatch):
         )
     assert len(used) == 10 * 2 * (4 + 4 + 1)
     assert len(set(used)) == len(used)
-
-
-@pytest.mark.parametrize("name", ["draft", "accept_keys", "num_offered"])
-def test_shapes_that_do_not_fit_are_named(name, device):
-    arguments = random_problem(rows=3)
-    arguments[name] = arguments[name][1:]
-    with pytest.raises(ValueError, match="found"):
-        call(verify_triton, device, **arguments)

@@ -4,8 +4,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dflash2_lab.plots.parts import as_runs, frame, label, numbers, slot_ticks, source
-from dflash2_lab.plots.template import FONT_SIZE, SMALL, colour_scale
+from dflash2_lab.plots.parts import (
+    as_runs,
+    frame,
+    label,
+    numbers,
+    panel_title,
+    slot_ticks,
+    source,
+)
+from dflash2_lab.plots.template import SMALL, colour_scale
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -62,7 +70,9 @@ def draw_attention_map(
     for (name, layer, table), (at_row, col) in zip(panels, places, strict=True):
         fig.add_trace(_cells(table, name, layer), row=at_row, col=col)
         number = (at_row - 1) * columns + col
-        _titles(fig, "" if number == 1 else str(number), name if layer == 0 else "", layer)
+        shown = label(name).replace("<br>", " ")
+        drafter = f"<b>{shown}</b>, " if layer == 0 and name else ""
+        panel_title(fig, f"{drafter}layer {layer}", number)
         fig.update_yaxes(
             title_text="head" if col == 1 else None,
             showticklabels=col == 1,
@@ -132,23 +142,6 @@ def _cells(table: "DataFrame", name: str, layer: int) -> dict:
         "hovertemplate": f"{label(name)}, layer {layer}<br>head %{{y}}, slot %{{x}}: %{{z:.1%}} "
         "[%{customdata[0]:.1%}, %{customdata[1]:.1%}]<extra></extra>",
     }
-
-
-def _titles(fig: "Figure", axis: str, name: str, layer: int) -> None:
-    """The layer above its panel, and above the first one the drafter."""
-    drafter = f"<b>{label(name).replace('<br>', ' ')}</b>, " if name else ""
-    fig.add_annotation(
-        text=f"{drafter}layer {layer}",
-        font={"size": FONT_SIZE},
-        showarrow=False,
-        xref=f"x{axis} domain",
-        x=0,
-        xanchor="left",
-        yref=f"y{axis} domain",
-        y=1,
-        yanchor="bottom",
-        yshift=3,
-    )
 
 
 def _uniform(tables: "Mapping[str, DataFrame]") -> str:
