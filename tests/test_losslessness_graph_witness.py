@@ -25,8 +25,14 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_target()
+def target(device):
+    found = tiny_target()
+    found.model.to(device)
+    return found
+
+
+def drafter_for(target):
+    return tiny_drafter("dflash2").to(target.device)
 
 
 def requests(target, arm, policy, sampling, sizes):
@@ -36,7 +42,7 @@ def requests(target, arm, policy, sampling, sizes):
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, 0.95, 50)], ids=["hot", "cut"])
 @pytest.mark.parametrize(("kind", "policy", "arm"), CASES)
 def test_both_engines_testify_alike(target, kind, policy, arm, sampling):
-    drafter = tiny_drafter(kind)
+    drafter = tiny_drafter(kind).to(target.device)
     asked = requests(target, arm, policy, sampling, [8, 12, 10])
     eager = Witness(target, drafter, policy, arm)
     graph = GraphWitness(target, drafter, policy, arm, 2, 60)
@@ -63,7 +69,7 @@ def test_both_engines_testify_alike(target, kind, policy, arm, sampling):
 @pytest.mark.parametrize("arm", ["realistic", "opposite", "near-perfect"])
 def test_the_gates_hold_for_both_rules(target, arm):
     for acceptance in ("token", "block"):
-        engine = GraphWitness(target, tiny_drafter("dflash2"), "selector", arm, 4, 120, acceptance)
+        engine = GraphWitness(target, drafter_for(target), "selector", arm, 4, 120, acceptance)
         trial = Trial(engine, arm, "T = 1")
         for index, found in engine.testimonies(
             requests(target, arm, "selector", Sampling(1.0), lengths(60, 5))
@@ -74,7 +80,7 @@ def test_the_gates_hold_for_both_rules(target, arm):
 
 @pytest.mark.parametrize("side", ["large", "small"])
 def test_a_cache_entry_of_another_token_is_seen(target, side):
-    engine = GraphWitness(target, tiny_drafter("dflash2"), "selector", "realistic", 2, 120)
+    engine = GraphWitness(target, drafter_for(target), "selector", "realistic", 2, 120)
     step, cache = engine.step, getattr(engine.cycle, side)
 
     def spoil():
@@ -92,7 +98,7 @@ def test_a_cache_entry_of_another_token_is_seen(target, side):
 
 
 def test_a_drafter_that_proposes_nothing_is_an_error(target):
-    engine = GraphWitness(target, tiny_drafter("dflash2"), "selector", "realistic", 2, 120)
+    engine = GraphWitness(target, drafter_for(target), "selector", "realistic", 2, 120)
     ask = requests(target, "realistic", "selector", Sampling(1.0), [1])
     with pytest.raises(LabError, match="no drafts proposed in 0 steps"):
         list(engine.testimonies(ask))
