@@ -39,6 +39,24 @@ def requests(target, arm, policy, sampling, sizes):
     return requests_of(target, PROMPTS, sizes, sampling, 0, arm, policy)
 
 
+def forget_after_use(engine):
+    """Let every cycle write over what the one before it kept, as a captured one does."""
+    step = engine.step
+
+    def over():
+        for tensor in leaves(engine.cycle.seen):
+            tensor.fill_(0)
+        step()
+
+    engine.step = over
+
+
+def leaves(found):
+    if isinstance(found, torch.Tensor):
+        return [found]
+    return [tensor for part in found or () for tensor in leaves(part)]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, 0.95, 50)], ids=["hot", "cut"])
 @pytest.mark.parametrize(("kind", "policy", "arm"), CASES)
 def test_both_engines_testify_alike(target, kind, policy, arm, sampling):
@@ -46,6 +64,7 @@ def test_both_engines_testify_alike(target, kind, policy, arm, sampling):
     asked = requests(target, arm, policy, sampling, [8, 12, 10])
     eager = Witness(target, drafter, policy, arm)
     graph = GraphWitness(target, drafter, policy, arm, 2, 60)
+    forget_after_use(graph)
     one, other = (dict(engine.testimonies(asked)) for engine in (eager, graph))
     assert sorted(other) == [0, 1, 2]
     for index, found in one.items():

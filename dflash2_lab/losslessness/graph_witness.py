@@ -76,8 +76,8 @@ class WitnessedCycle(Cycle):
             return self._near_perfect()
         if self.arm == "opposite" and self.policy == "top1":
             num = self.drafter.settings.selector_top_k or NUM_CANDIDATES
-            ids = candidate_topk(self.draft_pass()[1], num)[1]
-            return self._slots(ids[:, -1])[:, : self.num_draft], None
+            last = candidate_topk(self.draft_pass()[1], num)[1][:, -1].contiguous()
+            return self._slots(last)[:, : self.num_draft], None
         return super()._propose()
 
     def candidates(self, rows: Rows, logits: Float[Tensor, "BG V"]) -> tuple[Tensor, ...]:
@@ -231,7 +231,8 @@ class GraphWitness(GraphEngine):
         if q is None:
             return Proposal(draft)
         if isinstance(q, CandidateLaw):
-            return Proposal(draft, q.probs[row, :offered].clone(), q.ids[row, :offered].long())
+            law, ids = (part[row, :offered].clone() for part in (q.probs, q.ids))
+            return Proposal(draft, law, ids.long())
         law = Law(*(part.view(-1, self.num_draft)[row, :offered] for part in q.law))
         temperature = self.cycle.laws.temperature[row].expand(offered)
         return Proposal(draft, law_probs(q.logits[row, :offered], law, temperature))
