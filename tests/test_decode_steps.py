@@ -284,6 +284,7 @@ ROLLED = {
 def test_after_a_rejection_the_row_is_a_fresh_prefill(family):
     # Cases H1 and H3: below, at and beyond the window of 6, every number of rejected drafts.
     target = ROLLED[family]()
+    target.model.double()  # so that rounding, which differs between machines, is out of sight
     ids = torch.randint(4, 264, (40,)).tolist()
     junk = torch.randint(4, 264, (4,)).tolist()
     with torch.no_grad():
@@ -299,7 +300,7 @@ def test_after_a_rejection_the_row_is_a_fresh_prefill(family):
                 assert row.length == kept
             logits, _ = row.extend(ids[row.length : row.length + 2])
             torch.testing.assert_close(
-                logits, fresh[row.length - 2 : row.length], atol=1e-5, rtol=1e-5
+                logits, fresh[row.length - 2 : row.length], atol=1e-6, rtol=1e-6
             )
 
 

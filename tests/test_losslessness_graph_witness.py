@@ -7,6 +7,7 @@ from helpers import tiny_target
 
 from dflash2_lab.errors import LabError
 from dflash2_lab.losslessness.graph_witness import GraphWitness
+from dflash2_lab.losslessness.step_log import side_by_side
 from dflash2_lab.losslessness.trial import Trial
 from dflash2_lab.losslessness.verifying import lengths, requests_of
 from dflash2_lab.losslessness.weighing import weigh
@@ -81,7 +82,9 @@ def test_both_engines_testify_alike(target, kind, policy, arm, sampling):
             assert torch.equal(same.proposal.tokens, step.proposal.tokens)
             mass = same.proposal.mass(), step.proposal.mass()
             torch.testing.assert_close(*mass, atol=1e-4, rtol=0)
-        evidence = [weigh(graph, x, index).drafted.heat_score for x in (found, again)]
+        evidence = [
+            weigh(graph, x, side_by_side(x.steps), index).drafted.heat_score for x in (found, again)
+        ]
         torch.testing.assert_close(*map(torch.from_numpy, evidence), atol=1e-3, rtol=0)
 
 

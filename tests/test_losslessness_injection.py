@@ -8,10 +8,11 @@ from helpers import tiny_target
 from dflash2_lab.decoding.steps import Proposal, accept, block_chances
 from dflash2_lab.errors import LabError
 from dflash2_lab.kernels.candidate_selector import inverse_cdf
-from dflash2_lab.losslessness.audit import allowed_counts, wrong_draws, wrong_final
+from dflash2_lab.losslessness.audit import allowed_counts, wrong_draws, wrong_finals
 from dflash2_lab.losslessness.faults import CONTROLS, FAULTS
 from dflash2_lab.losslessness.injection import INJECTED, Injected, hooks_of, why_not
 from dflash2_lab.losslessness.injection_verifier import match
+from dflash2_lab.losslessness.step_log import side_by_side
 from dflash2_lab.losslessness.trial import Trial
 from dflash2_lab.losslessness.verifying import requests_of
 from dflash2_lab.losslessness.witness import Step, Witness
@@ -205,9 +206,14 @@ def step(num, token, tests, final=0.5, block=False):
     return Step(0, OFFERED, P[: num + 1], num, token, tests, tests, final, chances)
 
 
-def fits(one):
-    low, high = allowed_counts(one)
-    return low <= one.num <= high
+def fits(*steps):
+    """Whether the steps, seen together, accept as many drafts as they may."""
+    low, high = allowed_counts(side_by_side(steps))
+    return [bool(low[i] <= one.num <= high[i]) for i, one in enumerate(steps)]
+
+
+def ends_wrong(*steps):
+    return wrong_finals(side_by_side(steps)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -215,13 +221,13 @@ def fits(one):
     [(0, (0.63, 0.1)), (1, (0.62, 0.21)), (2, (0.62, 0.19))],
 )
 def test_the_number_accepted_has_to_be_the_rules(num, tests):
-    assert [fits(step(n, 1, tests)) for n in range(3)] == [n == num for n in range(3)]
+    assert fits(*(step(n, 1, tests) for n in range(3))) == [n == num for n in range(3)]
 
 
 def test_a_number_at_the_edge_of_a_test_goes_either_way():
     tests = 0.625 + 1e-8, 0.5
-    assert [fits(step(num, 1, tests)) for num in range(3)] == [True, True, False]
-    assert not fits(step(1, 1, (0.625 + 1e-5, 0.5)))
+    assert fits(*(step(num, 1, tests) for num in range(3))) == [True, True, False]
+    assert fits(step(1, 1, (0.625 + 1e-5, 0.5))) == [False]
 
 
 def test_block_verification_counts_from_the_last_slot_that_passes():
@@ -229,9 +235,8 @@ def test_block_verification_counts_from_the_last_slot_that_passes():
     assert float(chances[1]) == pytest.approx(0.125) and 0.125 < chances[0] < 0.625
     low, high = chances[0] - 0.01, chances[0] + 0.01
     for num, tests in [(0, (high, 0.13)), (1, (low, 0.13)), (2, (high, 0.12)), (2, (low, 0.12))]:
-        assert [fits(step(n, 1, tests, block=True)) for n in range(3)] == [
-            n == num for n in range(3)
-        ]
+        steps = [step(n, 1, tests, block=True) for n in range(3)]
+        assert fits(*steps) == [n == num for n in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -240,18 +245,19 @@ def test_block_verification_counts_from_the_last_slot_that_passes():
     [(0, 0.5, 1), (0, 0.7, 2), (1, 0.1, 2), (2, 0.5, 0), (2, 0.7, 1), (2, 0.95, 2)],
 )
 def test_the_last_token_has_to_be_the_rules(num, final, right):
-    wrong = [wrong_final(step(num, token, (0.5, 0.5), final)) for token in range(3)]
+    wrong = ends_wrong(*(step(num, token, (0.5, 0.5), final) for token in range(3)))
     assert wrong == [token != right for token in range(3)]
 
 
 def test_a_last_token_at_the_edge_of_a_draw_goes_either_way():
     edge = 2 / 3 + 1e-8
-    assert [wrong_final(step(0, token, (0.9, 0.9), edge)) for token in range(3)] == [1, 0, 0]
+    steps = [step(0, token, (0.9, 0.9), edge) for token in range(3)]
+    assert ends_wrong(*steps) == [True, False, False]
 
 
 def test_a_step_may_end_without_a_token_of_its_own():
     one = step(2, 0, (0.1, 0.1), 0.7)
-    assert wrong_final(one) and not wrong_final(one._replace(laws=one.laws[:2]))
+    assert ends_wrong(one, one._replace(laws=one.laws[:2]), one) == [True, False, True]
 
 
 def test_draws_are_those_of_the_reported_law():

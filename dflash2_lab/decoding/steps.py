@@ -73,14 +73,15 @@ class Proposal:
             return self.law.double().gather(-1, self.tokens[:, None])[:, 0]
         return (self.law.double() * (self.ids == self.tokens[:, None])).sum(-1)
 
-    def dense(self, slot: int, vocab: int) -> Float[Tensor, " V"]:
-        """q of one slot over the whole vocabulary, float64."""
+    def dense(self, slot: int | Int[Tensor, " n"], vocab: int) -> Float[Tensor, "*n V"]:
+        """q of one slot or of some over the whole vocabulary, float64."""
         if self.law is not None and self.ids is None:
             return self.law[slot].double()
-        q = torch.zeros(vocab, dtype=torch.float64, device=self.tokens.device)
+        chosen = self.tokens[slot]
+        q = torch.zeros(*chosen.shape, vocab, dtype=torch.float64, device=chosen.device)
         if self.law is None:
-            return q.index_fill_(0, self.tokens[slot], 1.0)
-        return q.index_put_((self.ids[slot],), self.law[slot].double(), accumulate=True)
+            return q.scatter_(-1, chosen[..., None], 1.0)
+        return q.scatter_add_(-1, self.ids[slot], self.law[slot].double())
 
 
 class Accepted(NamedTuple):
@@ -191,11 +192,10 @@ def block_weights(
     # The order of `min` keeps a NaN (a token that neither law has), which fails every test.
     running = accumulate(ratios, lambda w, ratio: min(w * ratio, 1.0), initial=1.0)
     weights = torch.tensor(list(running), dtype=torch.float64, device=p.device)
-    left = [
-        excess(weights[slot] * p[slot].double(), proposal.dense(slot, p.shape[-1])).sum()
-        for slot in range(1, len(ratios))
-    ]
-    return weights, torch.stack([*left, weights[-1]])[: len(ratios)]
+    law = weights[1:-1, None] * p[1:-1].double()
+    behind = torch.arange(len(ratios), device=p.device)[1:]
+    left = excess(law, proposal.dense(behind, p.shape[-1])).sum(-1)
+    return weights, torch.cat([left, weights[-1:]])[: len(ratios)]
 
 
 def block_chances(p: Float[Tensor, "P1 V"], proposal: Proposal) -> Float[Tensor, " P"]:
@@ -204,14 +204,14 @@ def block_chances(p: Float[Tensor, "P1 V"], proposal: Proposal) -> Float[Tensor,
     return (left / (left + 1 - weights[1:])).nan_to_num(0.0)
 
 
-def residual(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+def residual(p: Float[Tensor, "*n V"], q: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
     """(p - q)+ with sum 1, float64; p itself where nothing is left (equal laws, up to rounding)."""
     left = excess(p, q)
-    total = left.sum()
-    return left / total if total > 0 else p.double()
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, p.double())
 
 
-def excess(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+def excess(p: Float[Tensor, "*n V"], q: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
     """(p - q)+, float64."""
     return (p.double() - q.double()).clamp_min(0.0)
 

@@ -18,10 +18,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dflash2_lab.decoding.steps import Proposal, at_tokens, block_weights, residual
+from dflash2_lab.decoding.steps import Proposal, residual
 from dflash2_lab.losslessness.certificate import Check
+from dflash2_lab.losslessness.step_log import ROWS, StepLog, final_weights
 from dflash2_lab.losslessness.weighing import Evidence
-from dflash2_lab.losslessness.witness import Step, Testimony
+from dflash2_lab.losslessness.witness import Testimony
 
 _EDGE = 1e-6  # how far a number of a draw or test may be on the wrong side, by rounding
 GATES = {
@@ -43,15 +44,14 @@ class Audit:
         self.found = dict.fromkeys(GATES, 0.0)
         self.used = Counter()
 
-    def see(self, found: Testimony, evidence: Evidence) -> None:
+    def see(self, found: Testimony, log: StepLog, evidence: Evidence) -> None:
         """Look at one response, while its laws are there."""
         self.used.update(found.keys)
-        for step in found.steps:
-            low, high = allowed_counts(step)
-            self.found["draws"] += wrong_draws(step.proposal, step.uniform)
-            self.found["decisions"] += not low <= step.num <= high
-            self.found["finals"] += wrong_final(step)
-            self._largest("q sums", law_error(step.proposal))
+        low, high = allowed_counts(log)
+        self.found["draws"] += wrong_draws(log.drafts, log.uniform)
+        self.found["decisions"] += int(((log.num < low) | (log.num > high)).sum())
+        self.found["finals"] += int(wrong_finals(log).sum())
+        self._largest("q sums", law_error(log.drafts))
         self._largest("rule", *evidence.implied)
         self._largest("target", *evidence.moved)
         self._largest("state", evidence.state)
@@ -76,7 +76,8 @@ def wrong_draws(proposal: Proposal, uniform: Float[Tensor, " T"]) -> int:
     if proposal.ids is not None:
         is_it = proposal.ids == choice[:, None]
         law, choice = law * is_it.any(-1, keepdim=True), is_it.int().argmax(-1)
-    return int((~_given(law, choice, uniform[: len(choice)])).sum())
+    parts = zip(*(x.split(ROWS) for x in (law, choice, uniform[: len(choice)])), strict=True)
+    return sum(int((~_given(*part)).sum()) for part in parts)
 
 
 def _given(
@@ -95,36 +96,50 @@ def law_error(proposal: Proposal) -> float:
     """Largest distance of a slot's reported q from a sum of 1."""
     if proposal.law is None or not len(proposal.tokens):
         return 0.0
-    return float((proposal.law.double().sum(-1) - 1).abs().max())
+    sums = torch.cat([law.double().sum(-1) for law in proposal.law.split(ROWS)])
+    return float((sums - 1).abs().max())
 
 
-def allowed_counts(step: Step) -> tuple[int, int]:
-    """The fewest and the most drafts that the rule accepts with the numbers that were used; two of
-    them where a number is at the edge of a test."""
-    if step.chances is not None:
-        slots = torch.arange(1, len(step.chances) + 1, device=step.chances.device)
-        passed = (step.tests < step.chances + shift for shift in (-_EDGE, _EDGE))
-        low, high = (int((slots * flags).max()) for flags in passed)
+def allowed_counts(log: StepLog) -> tuple[Int[Tensor, " S"], Int[Tensor, " S"]]:
+    """The fewest and the most drafts that the rule accepts in each step with the numbers that were
+    used; they differ where a number is at the edge of a test."""
+    if log.chances is not None:
+        low, high = (_last(log, log.tests < log.chances + shift) for shift in (-_EDGE, _EDGE))
         return low, high
-    # A draft that was refused leaves no laws of the slots behind it.
-    laws = torch.cat([step.laws, step.laws[-1:]])[: len(step.proposal.tokens) + 1]
-    offered = step.proposal.first(len(laws) - 1)
-    chances = at_tokens(laws, offered) / offered.mass()
-    passed = (step.tests[: len(chances)] < chances + shift for shift in (-_EDGE, _EDGE))
-    low, high = (int(flags.cumprod(-1).sum()) for flags in passed)
+    mass = log.laws[log.law_at(log.step, log.slot), log.drafts.tokens].double()
+    chances = mass / log.drafts.mass()
+    low, high = (_leading(log, log.tests < chances + shift) for shift in (-_EDGE, _EDGE))
     return low, high
 
 
-def wrong_final(step: Step) -> bool:
-    """Whether a step ends with another token than its number gives, by the residual law or, after
-    all drafts, by the law of the bonus. A step may end without a token of its own."""
-    if len(step.laws) <= step.num:
-        return False
-    law = step.laws[step.num]
-    if step.num < len(step.proposal.tokens):
-        if step.chances is not None:
-            weights, _ = block_weights(step.laws, step.proposal.first(step.num))
-            law = weights[-1] * law
-        law = residual(law, step.proposal.dense(step.num, len(law)))
-    token = torch.tensor([step.token], device=law.device)
-    return not bool(_given(law[None], token, step.final[None]))
+def _last(log: StepLog, passed: Bool[Tensor, " M"]) -> Int[Tensor, " S"]:
+    """Slots up to the last one that passed."""
+    number = (log.slot + 1) * passed
+    return torch.zeros_like(log.num).scatter_reduce(0, log.step, number, "amax")
+
+
+def _leading(log: StepLog, passed: Bool[Tensor, " M"]) -> Int[Tensor, " S"]:
+    """Slots before the first one that failed; a draft that was refused leaves no laws of the slots
+    behind it."""
+    looked = torch.minimum(log.slots, log.kept)
+    until = torch.where(passed, looked[log.step], log.slot)
+    return looked.scatter_reduce(0, log.step, until, "amin")
+
+
+def wrong_finals(log: StepLog) -> Bool[Tensor, " S"]:
+    """Which steps end with another token than their number gives, by the residual law or, after all
+    drafts, by the law of the bonus. A step may end without a token of its own."""
+    wrong = torch.zeros_like(log.num, dtype=torch.bool)
+    weights = torch.ones_like(log.num, dtype=torch.float64)
+    if log.chances is not None:
+        own = log.laws[log.law_at(log.step, log.slot), log.drafts.tokens].double()
+        weights = final_weights(log, own / log.drafts.mass())
+    for steps in (log.kept > log.num).nonzero()[:, 0].split(ROWS):
+        num = log.num[steps]
+        law = log.laws[log.law_at(steps, num)].double()
+        refused = num < log.slots[steps]
+        at = steps[refused]
+        q = log.drafts.dense(log.draft_at(at, num[refused]), law.shape[-1])
+        law[refused] = residual(weights[at, None] * law[refused], q)
+        wrong[steps] = ~_given(law, log.token[steps], log.final[steps])
+    return wrong

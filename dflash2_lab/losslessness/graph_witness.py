@@ -20,7 +20,6 @@ from dflash2_lab.decoding.steps import (
     Proposal,
     TargetRow,
     block_chances,
-    draws,
     residual,
 )
 from dflash2_lab.errors import LabError
@@ -29,6 +28,7 @@ from dflash2_lab.kernels.commit import BROKEN, FULL, RUNNING
 from dflash2_lab.kernels.draw import draw
 from dflash2_lab.kernels.row_law import Law, law_probs, row_law
 from dflash2_lab.kernels.stream import Rows
+from dflash2_lab.kernels.tools import uniforms
 from dflash2_lab.kernels.verify import CandidateLaw, FullLaw
 from dflash2_lab.losslessness.arms import OWN_SHARE
 from dflash2_lab.losslessness.witness import Step, Testimony, check_drafts
@@ -176,8 +176,8 @@ class GraphWitness(GraphEngine):
                     places[row] = None
                     yield place[0], self._end(row, place[1])
 
-    def left(self, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
-        """The verifier's residual law as a function of one p and q."""
+    def left(self, p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """The verifier's residual laws as a function of p and q."""
         return residual(p, q)
 
     def _running(self, places: Sequence[tuple[int, Testimony] | None]) -> list[int]:
@@ -201,24 +201,26 @@ class GraphWitness(GraphEngine):
                    seen.final_counter, *keys)  # fmt: skip
         numbers = torch.stack([column.long() for column in columns], 1).tolist()
         slots = self.drafter.settings.num_draft
-        device = self.target.device
+        counters = seen.draft_counter[:, None] + torch.arange(slots, device=keys.device)
+        drafted, tests = (uniforms(key[:, None].expand_as(counters), counters) for key in keys[:2])
+        final = uniforms(keys[2], seen.final_counter)
+        offers = self._offers()
+        laws = law_probs(seen.logits, seen.law, cycle.laws.row_temperature)
+        laws = laws.unflatten(0, (-1, cycle.rows))
         for row in active:
             num, token, offered, first, last, draft_key, accept_key, final_key = numbers[row]
-            proposal = self._proposal(row, offered)
+            proposal = Proposal(*(None if x is None else x[row, :offered] for x in offers))
             whole = self.acceptance == "block"
-            laws = self._laws(row, (offered if whole else num) + 1)
-            drafted, tests = (draws(key, first, slots, device)
-                              for key in (draft_key, accept_key))  # fmt: skip
             step = Step(
                 anchor=anchors[row],
                 proposal=proposal,
-                laws=laws[: num + 1].clone(),
+                laws=laws[row, : num + 1].clone(),  # the others are not kept
                 num=num,
                 token=token,
-                uniform=drafted,
-                tests=tests[:offered],
-                final=draws(final_key, last, 1, device)[0],
-                chances=block_chances(laws, proposal) if whole else None,
+                uniform=drafted[row],
+                tests=tests[row, :offered],
+                final=final[row],
+                chances=block_chances(laws[row, : offered + 1], proposal) if whole else None,
             )
             testimony = places[row][1]
             testimony.steps.append(step)
@@ -226,22 +228,16 @@ class GraphWitness(GraphEngine):
                 testimony.keys += [(key, first + slot) for slot in range(slots)]
             testimony.keys.append((final_key, last))
 
-    def _proposal(self, row: int, offered: int) -> Proposal:
-        draft, q = self.cycle.seen.draft[row, :offered].clone(), self.cycle.seen.q
+    def _offers(self) -> tuple[Int[Tensor, "B P"], Tensor | None, Tensor | None]:
+        """Drafts, q and its ids of all places, of which the next cycle leaves nothing."""
+        draft, q = self.cycle.seen.draft.clone(), self.cycle.seen.q
         if q is None:
-            return Proposal(draft)
+            return draft, None, None
         if isinstance(q, CandidateLaw):
-            law, ids = (part[row, :offered].clone() for part in (q.probs, q.ids))
-            return Proposal(draft, law, ids.long())
-        law = Law(*(part.view(-1, self.num_draft)[row, :offered] for part in q.law))
-        temperature = self.cycle.laws.temperature[row].expand(offered)
-        return Proposal(draft, law_probs(q.logits[row, :offered], law, temperature))
-
-    def _laws(self, row: int, num: int) -> Float[Tensor, "n V"]:
-        """The verifier's own laws of the first rows of a place."""
-        seen, rows = self.cycle.seen, slice(row * self.cycle.rows, row * self.cycle.rows + num)
-        law = Law(*(part[rows] for part in seen.law))
-        return law_probs(seen.logits[rows], law, self.cycle.laws.row_temperature[rows])
+            return draft, q.probs.clone(), q.ids.clone().long()
+        temperature = self.cycle.laws.temperature.repeat_interleave(self.num_draft)
+        law = law_probs(q.logits.flatten(0, 1), q.law, temperature)
+        return draft, law.unflatten(0, draft.shape), None
 
     def _end(self, row: int, found: Testimony) -> Testimony:
         """Response and caches of a place whose response has ended."""

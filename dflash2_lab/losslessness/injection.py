@@ -216,10 +216,13 @@ class Injected(Witness):
     def _shared(self, request: Request, anchor: int, role: str) -> Tensor:
         return self._draws(request, self.policy if role == DRAFT else role, anchor)
 
-    def left(self, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
-        """The verifier's residual law as a function of one p and q."""
+    def left(self, p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """The verifier's residual laws as a function of p and q."""
         if self.acceptance == "block":
             return super().left(p, q)
+        return torch.stack([self._left(*pair) for pair in zip(p, q, strict=True)])
+
+    def _left(self, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
         rows = torch.stack([p, p])
         law = self.hooks.residual(rows, Proposal(q.argmax()[None], q[None]), 0).double()
         return law / law.sum() if law.sum() > 0 else p

@@ -8,6 +8,7 @@ from dflash2_lab.losslessness.certificate import ArmResult
 from dflash2_lab.losslessness.monitor import log_e_process, stops_at
 from dflash2_lab.losslessness.scoring import concat
 from dflash2_lab.losslessness.statistics import cell_test
+from dflash2_lab.losslessness.step_log import side_by_side
 from dflash2_lab.losslessness.weighing import Engine, Evidence, weigh
 from dflash2_lab.losslessness.witness import Testimony
 
@@ -26,8 +27,9 @@ class Trial:
 
     def hear(self, stream: int, found: Testimony) -> None:
         """Weigh a response and look at its gates; `stream` is its number among the responses."""
-        evidence = weigh(self.engine, found, stream)
-        self.audit.see(found, evidence)
+        log = side_by_side(found.steps)
+        evidence = weigh(self.engine, found, log, stream)
+        self.audit.see(found, log, evidence)
         self.parts[stream] = evidence
         self.num_tokens += len(found.response)
         self.num_steps += len(found.steps)

@@ -11,11 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dflash2_lab.decoding.steps import Proposal
 from dflash2_lab.losslessness.battery import Drafted, Emitted
 from dflash2_lab.losslessness.edges import law_at, law_of
 from dflash2_lab.losslessness.plain import plain_pass
 from dflash2_lab.losslessness.scoring import residual_pit, score
-from dflash2_lab.losslessness.witness import Step, Testimony
+from dflash2_lab.losslessness.step_log import ROWS, StepLog, final_weights
+from dflash2_lab.losslessness.witness import Testimony
 from dflash2_lab.target import Target
 
 _BAND = 1e-4  # rounding of a difference of float32 logits; measured: 6e-5
@@ -27,8 +29,8 @@ class Engine(Protocol):
     target: Target
     acceptance: str
 
-    def left(self, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
-        """The verifier's residual law as a function of one p and q."""
+    def left(self, p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """The verifier's residual laws as a function of p and q."""
 
 
 class Evidence(NamedTuple):
@@ -51,80 +53,73 @@ class Evidence(NamedTuple):
     state: float
 
 
-def weigh(engine: Engine, found: Testimony, stream: int) -> Evidence:
-    """Hold a response of `engine` against its target."""
-    target = engine.target
-    tokens = torch.tensor(found.response, device=target.device)
+def weigh(engine: Engine, found: Testimony, log: StepLog, stream: int) -> Evidence:
+    """Hold a response of `engine` against its target; `log` has the response's steps."""
+    tokens = torch.tensor(found.response, device=engine.target.device)
     sampling = found.request.sampling
     logits, state = plain_pass(found)
     p, num_edge = law_at(logits, tokens, sampling, _BAND)
     q, slot = p.clone(), torch.full_like(tokens, -1)
     implied, moved, filtered = [], [], sampling.top_p < 1 or sampling.top_k > 0
-    for step in found.steps:
-        num_slots = len(step.proposal.tokens)
-        # A bonus token may have been cut by the length limit.
-        for place, own in enumerate(step.laws[: len(tokens) - step.anchor - 1]):
-            at = step.anchor + 1 + place
-            slot[at] = place
-            own = own.double()
-            away = _distance(own, p[at])
-            if filtered and away > _BAND:
-                away = _distance(own, law_of(own > 0, logits[at], sampling, _BAND))
-            moved.append(away)
-            if place == num_slots:
-                continue
-            reported = step.proposal.dense(place, p.shape[-1])
-            q[at] = reported / reported.sum()  # as a direction; its sum is a gate of the audit
-            if engine.acceptance == "token":
-                implied.append(_rule_error(engine, own, reported))
+    at = log.anchor[log.owner] + 1 + log.place
+    inside = (at < len(tokens)).nonzero()[:, 0]  # a bonus may have been cut by the length limit
+    slot[at[inside]] = log.place[inside]
+    for rows in inside.split(ROWS):
+        own, here = log.laws[rows].double(), at[rows]
+        away = _distance(own, p[here])
+        for row in (away > _BAND).nonzero()[:, 0].tolist() if filtered else ():
+            law = law_of(own[row] > 0, logits[here[row]], sampling, _BAND)
+            away[row] = _distance(own[row], law)
+        moved.append(away)
+        drafted = log.place[rows] < log.slots[log.owner[rows]]
+        rows, own, here = rows[drafted], own[drafted], here[drafted]
+        draft = log.draft_at(log.owner[rows], log.place[rows])
+        reported = log.drafts.dense(draft, p.shape[-1])
+        # as a direction; its sum is a gate of the audit
+        q[here] = reported / reported.sum(-1, keepdim=True)
+        if engine.acceptance == "token":
+            implied.append(_rule_error(engine, own, reported))
     num = len(tokens)
     emitted = Emitted(
         score(tokens, p, q), np.full(num, stream), np.arange(num), slot.cpu().numpy()
     )  # fmt: skip
-    drafted = _drafted(found, tokens, p, q)
     numbers = _numbers(implied), _numbers(moved)
-    return Evidence(emitted, drafted, *numbers, num_edge, state)
+    return Evidence(emitted, _drafted(log, tokens, p, q), *numbers, num_edge, state)
 
 
-def _rule_error(engine: Engine, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Tensor:
+def _rule_error(
+    engine: Engine, p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]
+) -> Float[Tensor, " n"]:
     # A float32 law of a large vocabulary sums to 1 up to 1e-5: `moved` counts that.
-    p = p / p.sum()
+    p = p / p.sum(-1, keepdim=True)
     taken = torch.minimum(p, q)
-    return _distance(taken + (1 - taken.sum()) * engine.left(p, q), p)
+    return _distance(taken + (1 - taken.sum(-1, keepdim=True)) * engine.left(p, q), p)
 
 
-def _distance(a: Float[Tensor, " V"], b: Float[Tensor, " V"]) -> Float[Tensor, ""]:
-    return (a - b).abs().sum() / 2
+def _distance(a: Float[Tensor, "*n V"], b: Float[Tensor, "*n V"]) -> Float[Tensor, "*n"]:
+    return (a - b).abs().sum(-1) / 2
 
 
-def _numbers(values: list[Tensor]) -> Float[np.ndarray, " n"]:
-    return torch.stack(values).cpu().numpy() if values else np.zeros(0)
+def _numbers(parts: list[Tensor]) -> Float[np.ndarray, " n"]:
+    return torch.cat(parts).cpu().numpy() if parts else np.zeros(0)
 
 
 def _drafted(
-    found: Testimony, tokens: Int[Tensor, " n"], p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]
+    log: StepLog, tokens: Int[Tensor, " n"], p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]
 ) -> Drafted:
     """The verifier's log, of either rule."""
-    draws, tests, refused, weights, bonus = [], [], [], [], []
-    for step in found.steps:
-        num_slots = len(step.proposal.tokens)
-        draws.append(_draws(step))
-        ratio = _ratios(step, tokens, p)
-        tests.append(_token_tests(step, ratio) if step.chances is None else _block_tests(step))
-        last = step.anchor + 1 + step.num
-        if last >= len(tokens) or len(step.laws) <= step.num:
-            continue  # cut off by the length limit, or a step that ends with its drafts
-        if step.num == num_slots:
-            bonus.append(last)
-            continue
-        refused.append(last)
-        weights.append(1.0 if step.chances is None else _weight(ratio[: step.num]))
-    heat, variance, third, below, mass = (torch.cat(part) for part in zip(*draws, strict=True))
-    reached, accepted, chance = (torch.cat(part) for part in zip(*tests, strict=True))
-    weight = torch.tensor(weights, dtype=p.dtype, device=p.device)
-    pit = residual_pit(tokens[refused], p[refused], q[refused], weight)
-    plain = score(tokens[bonus], p[bonus]) if bonus else None
-    columns = (heat, variance, below, mass, reached, accepted, chance)
+    heat, variance, third, below, mass = _draws(log.drafts)
+    ratio = _ratios(log, tokens, p)
+    tests = _token_tests(log, ratio) if log.chances is None else _block_tests(log)
+    last = log.anchor + 1 + log.num
+    # The others were cut off by the length limit, or end with their drafts.
+    ended = (last < len(tokens)) & (log.kept > log.num)
+    bonus, refused = last[ended & (log.num == log.slots)], ended & (log.num < log.slots)
+    weight = torch.ones_like(log.final) if log.chances is None else final_weights(log, ratio)
+    at = last[refused]
+    pit = residual_pit(tokens[at], p[at], q[at], weight[refused])
+    plain = score(tokens[bonus], p[bonus]) if len(bonus) else None
+    columns = (heat, variance, below, mass, *tests)
     return Drafted(
         *(column.cpu().numpy() for column in columns),
         *pit,
@@ -134,51 +129,47 @@ def _drafted(
     )
 
 
-def _draws(step: Step) -> tuple[Tensor, ...]:
+def _draws(drafts: Proposal) -> list[Float[Tensor, " M"]]:
     """Of every draft: log q(x) + H(q), second and third central moment of log q, and the pieces of
     its integral transform."""
-    own, law = step.proposal.mass(), step.proposal.law
-    law = torch.ones_like(own)[:, None] if law is None else law.double()
-    logs = law.clamp_min(torch.finfo(law.dtype).tiny).log()
-    mean = (law * logs).sum(-1)
-    away = logs - mean[:, None]
-    below = (law * (law > own[:, None])).sum(-1)
-    # Equal masses lie side by side: their order does not matter to a randomised transform.
-    mass = (law * (law == own[:, None])).sum(-1)
-    moments = (law * away.square()).sum(-1), (law * away**3).sum(-1)
-    return own.log() - mean, *moments, below, mass
+    mass = drafts.mass()
+    laws = torch.ones_like(mass)[:, None] if drafts.law is None else drafts.law
+    found = []
+    for own, law in zip(mass.split(ROWS), laws.split(ROWS), strict=True):
+        law = law.double()
+        logs = law.clamp_min(torch.finfo(law.dtype).tiny).log()
+        mean = (law * logs).sum(-1)
+        away = logs - mean[:, None]
+        below = (law * (law > own[:, None])).sum(-1)
+        # Equal masses lie side by side: their order does not matter to a randomised transform.
+        same = (law * (law == own[:, None])).sum(-1)
+        moments = (law * away.square()).sum(-1), (law * away**3).sum(-1)
+        found.append((own.log() - mean, *moments, below, same))
+    return [torch.cat(column) for column in zip(*found, strict=True)]
 
 
-def _ratios(step: Step, tokens: Int[Tensor, " n"], p: Float[Tensor, "n V"]) -> Float[Tensor, " P"]:
+def _ratios(
+    log: StepLog, tokens: Int[Tensor, " n"], p: Float[Tensor, "n V"]
+) -> Float[Tensor, " M"]:
     """p(x) / q(x) of the drafts up to the first refused one, whose p the emitted tokens give."""
-    drafts = step.proposal.tokens
-    places = torch.arange(len(drafts), device=p.device).clamp_max(step.num) + step.anchor + 1
-    law = p[places.clamp_max(len(tokens) - 1)]
-    return law.gather(-1, drafts[:, None])[:, 0] / step.proposal.mass()
-
-
-def _weight(ratios: Float[Tensor, " n"]) -> float:
-    """w_n of block verification."""
-    weight = 1.0
-    for ratio in ratios.tolist():
-        weight = min(weight * ratio, 1.0)
-    return weight
+    place = log.anchor[log.step] + 1 + torch.minimum(log.slot, log.num[log.step])
+    return p[place.clamp_max(len(tokens) - 1), log.drafts.tokens] / log.drafts.mass()
 
 
 Tests = tuple[Tensor, Tensor, Tensor]
 
 
-def _token_tests(step: Step, ratio: Float[Tensor, " P"]) -> Tests:
+def _token_tests(log: StepLog, ratio: Float[Tensor, " M"]) -> Tests:
     """Which slots were looked at, which passed, and with what probability: from the first slot to
     the first refused one."""
-    slots = torch.arange(len(ratio), device=ratio.device)
-    reached = slots <= step.num
-    return reached, slots < step.num, torch.where(reached, ratio.clamp_max(1.0), 0.0)
+    num = log.num[log.step]
+    reached = log.slot <= num
+    return reached, log.slot < num, torch.where(reached, ratio.clamp_max(1.0), 0.0)
 
 
-def _block_tests(step: Step) -> Tests:
+def _block_tests(log: StepLog) -> Tests:
     """The same for block verification, whose last slot that passes counts: from the last slot
     down to that one. Tests of slots before it left no trace."""
-    slots = torch.arange(1, len(step.chances) + 1, device=step.chances.device)
-    reached = slots >= step.num
-    return reached, slots == step.num, torch.where(reached, step.chances, 0.0)
+    number, num = log.slot + 1, log.num[log.step]
+    reached = number >= num
+    return reached, number == num, torch.where(reached, log.chances, 0.0)

@@ -132,6 +132,6 @@ class Witness(EagerEngine):
         """What the verifier says, and the laws that it said it by."""
         return super()._accept(request, anchor, p, proposal), p
 
-    def left(self, p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
-        """The verifier's residual law as a function of one p and q."""
+    def left(self, p: Float[Tensor, "n V"], q: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """The verifier's residual laws as a function of p and q."""
         return residual(p, q)
