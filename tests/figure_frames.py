@@ -39,6 +39,12 @@ def acceptance_table(shift: float = 0.0, policies: tuple[str, ...] = POLICIES) -
     return pd.DataFrame(rows, columns=columns)
 
 
+def headroom_shares(selector: float = 0.11) -> pd.DataFrame:
+    """As of `stats.headroom`, for the policies of `acceptance_table`."""
+    rows = [("top1", 0.0, 0.0, 0.0), ("selector", selector, selector - 0.04, selector + 0.05)]
+    return pd.DataFrame(rows, columns=["policy", "value", "low", "high"])
+
+
 def decay_tables(rate: float = 0.83, num_draft: int = 7) -> tuple[pd.DataFrame, SuffixDecay]:
     slots = np.arange(1, num_draft + 1)
     value = 0.82 * rate ** (slots - 1)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 
 import figure_frames as frames
 import numpy as np
@@ -53,12 +52,18 @@ def test_recall_draws_the_interval_around_each_line(recall):
     assert bands[0].y == (*low, *high[::-1])
 
 
-def test_recall_axes_name_the_exact_metric(recall):
-    _, fig = recall
+def test_recall_axes_name_the_exact_metric_and_titles_the_blocks(recall):
+    tables, fig = recall
     assert fig.layout.yaxis.title.text.startswith("position_recall@k")
     assert fig.layout.yaxis3.title.text.startswith("conditional_recall@k")
     assert fig.layout.xaxis3.title.text == fig.layout.xaxis4.title.text == "draft slot"
-    assert {"all recorded anchors", "visited anchors"} <= set(texts(fig))
+    counts = [
+        sorted({int(t.loc[t["anchors"] == which, "num_blocks"].max()) for t in tables.values()})
+        for which in ("all", "visited")
+    ]
+    words = ("all recorded anchors", "visited anchors")
+    for name, count in zip(words, counts, strict=True):
+        assert f"{name}, {' to '.join(f'{n:,}' for n in count)} blocks" in texts(fig)
 
 
 def test_each_drafter_and_each_k_is_in_a_legend_once(recall):
@@ -97,7 +102,8 @@ def test_a_slot_without_cases_is_a_gap():
 @pytest.fixture(scope="module")
 def acceptance():
     tables = {"dflash": frames.acceptance_table(), "dflash2": frames.acceptance_table(0.2)}
-    return tables, plots.draw_acceptance(tables)
+    shares = {name: frames.headroom_shares() for name in tables}
+    return tables, plots.draw_acceptance(tables, shares=shares)
 
 
 def test_acceptance_axis_names_the_metric_and_that_the_bonus_counts(acceptance):
@@ -123,7 +129,8 @@ def test_headroom_spans_top1_to_the_oracle_and_its_recovered_share_is_written(ac
     first, second = (s for s in fig.layout.shapes if s.type == "rect")
     assert (first.x0, first.x1) == (3.25, 6.47)
     assert (second.x0, second.x1) == pytest.approx((3.45, 6.67))
-    assert texts(fig).count("11%") == 2  # (3.60 - 3.25) / (6.47 - 3.25)
+    assert texts(fig).count("11% [7%, 16%]") == 2
+    assert "0% [0%, 0%]" not in texts(fig)  # top1 itself
     assert "<b>3.60</b> [3.46, 3.75]" in texts(fig)
 
 
@@ -138,13 +145,23 @@ def test_the_widest_oracle_bounds_the_headroom():
 def test_without_top1_or_oracle_no_headroom_is_claimed(policies):
     fig = plots.draw_acceptance({"dflash": frames.acceptance_table(policies=policies)})
     assert not fig.layout.shapes
-    assert not [t for t in texts(fig) if re.fullmatch(r".?\d+%", t)]
+    assert not [t for t in texts(fig) if "%" in t and t != "pooled [95 %]" and "95 % int" not in t]
 
 
 def test_a_policy_that_loses_to_top1_has_a_negative_share():
-    table = frames.acceptance_table()
-    table.loc[table["policy"] == "selector", "value"] = 2.928
-    assert "\N{MINUS SIGN}10%" in texts(plots.draw_acceptance({"dflash": table}))
+    shares = {"dflash": frames.headroom_shares(-0.1)}
+    fig = plots.draw_acceptance({"dflash": frames.acceptance_table()}, shares=shares)
+    assert "−10% [−14%, −5%]".replace("−", "\N{MINUS SIGN}") in texts(fig)
+
+
+def test_the_share_of_a_run_is_that_of_its_headroom_to_the_widest_oracle():
+    run = frames.recorded_run("mine")
+    fig = plots.acceptance_by_policy(run, oracle_ks=(2, 3))
+    row = stats.headroom(run, oracle_k=3).set_index("policy").loc["selector"]
+    assert parts.interval(row.value, row.low, row.high, 0, "%") in texts(fig)
+    assert "headroom<br>recovered" in texts(fig)
+    alone = texts(plots.acceptance_by_policy(run, oracle_ks=()))
+    assert "headroom<br>recovered" not in alone
 
 
 def test_one_prompt_has_values_without_intervals():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROW = 44  # px per policy
 GAP = 60  # px between panels: the next drafter's name
-COLUMNS = (14, 166)  # px right of the panel: pooled with its interval, share of the headroom
+COLUMNS = (14, 152)  # px right of the panel: pooled with its interval, share of the headroom
 
 
 def acceptance_by_policy(
@@ -49,15 +49,24 @@ def acceptance_by_policy(
         name: stats.acceptance_by_policy(run, policies=policies, oracle_ks=oracle_ks)
         for name, run in named.items()
     }
-    return draw_acceptance(tables, title, source(named))
+    shares = {
+        name: stats.headroom(run, policies, oracle_k=max(oracle_ks))
+        for name, run in named.items()
+        if oracle_ks and "top1" in run.policies
+    }
+    return draw_acceptance(tables, title, source(named), shares)
 
 
 def draw_acceptance(
-    tables: "Mapping[str, DataFrame]", title: str | None = None, origin: str = ""
+    tables: "Mapping[str, DataFrame]",
+    title: str | None = None,
+    origin: str = "",
+    shares: "Mapping[str, DataFrame] | None" = None,
 ) -> "Figure":
     """The figure from {drafter: table of `stats.acceptance_by_policy`}; pure.
 
-    `origin`, as of `parts.source`, ends the footnote.
+    `origin`, as of `parts.source`, ends the footnote; `shares` are the tables of `stats.headroom`,
+    without which no share is written.
     """
     from plotly.subplots import make_subplots
 
@@ -75,7 +84,7 @@ def draw_acceptance(
         axis = position + 1
         for trace in _marks(panel, policies[name], name, position):
             fig.add_trace(trace, row=axis, col=1)
-        _headroom(fig, panel, policies[name], axis)
+        _headroom(fig, panel, policies[name], axis, (shares or {}).get(name))
         panel_title(fig, label(name).replace("<br>", " "), axis, bold=True)
         count = len(policies[name])
         fig.update_yaxes(
@@ -108,7 +117,7 @@ def draw_acceptance(
         plot_height=height,
         head=46,
         left=136,
-        right=262,
+        right=280,
         note="Bars and brackets: 95 % intervals, prompts resampled; steps cut by EOS or the length "
         "limit included. The oracle accepts the target's token whenever it is among the k best "
         "candidates: an upper bound, not a policy. Headroom: (policy \N{MINUS SIGN} top1) / "
@@ -138,6 +147,15 @@ def _oracle(policies: Sequence[str]) -> str | None:
     """The oracle with the most candidates, or None when the table has no oracle."""
     oracles = [p for p in policies if p.startswith("oracle@")]
     return max(oracles, key=lambda p: int(p.removeprefix("oracle@"))) if oracles else None
+
+
+def _recovered(shares: "DataFrame") -> dict[str, str]:
+    """What to write of each policy's share of the headroom, from a table of `stats.headroom`."""
+    return {
+        row.policy: interval(row.value, row.low, row.high, 0, "%")
+        for row in shares.itertuples()
+        if row.policy != "top1" and math.isfinite(row.value)
+    }
 
 
 def _marks(panel: "DataFrame", policies: Sequence[str], name: str, position: int) -> list[dict]:
@@ -174,7 +192,13 @@ def _marks(panel: "DataFrame", policies: Sequence[str], name: str, position: int
     return traces
 
 
-def _headroom(fig: "Figure", panel: "DataFrame", policies: Sequence[str], axis: int) -> None:
+def _headroom(
+    fig: "Figure",
+    panel: "DataFrame",
+    policies: Sequence[str],
+    axis: int,
+    shares: "DataFrame | None",
+) -> None:
     """Shade top1..oracle, and write the pooled numbers and the recovered shares at the right."""
     oracle = _oracle(policies)
     floor = _pooled(panel, "top1")[0]
@@ -197,16 +221,16 @@ def _headroom(fig: "Figure", panel: "DataFrame", policies: Sequence[str], axis: 
             fig.add_shape(type="line", x0=edge, x1=edge, line=line, layer="below", **where)
     cells = {"font": {"size": SMALL, "color": INK}, "showarrow": False, "xref": "paper", "x": 1}
     cells |= {"xanchor": "left", "align": "left"}
-    heads = ("pooled [95 %]", "headroom<br>recovered")
-    for text, shift in zip(heads, COLUMNS, strict=True):
+    recovered = {} if shares is None else _recovered(shares)
+    heads = ("pooled [95 %]", *(["headroom<br>recovered"] if recovered else []))
+    for text, shift in zip(heads, COLUMNS, strict=False):
         fig.add_annotation(
             text=text, xshift=shift, yref=f"y{suffix} domain", y=1, yanchor="bottom", **cells
         )
     for row, policy in enumerate(policies):
         value, low, high = _pooled(panel, policy)
-        interval = f" [{low:.2f}, {high:.2f}]" if math.isfinite(low + high) else ""
-        texts = [f"<b>{value:.2f}</b>{interval}" if math.isfinite(value) else "none"]
-        if math.isfinite(span) and span > 0 and policy not in ("top1", oracle):
-            texts.append(f"{(value - floor) / span:.0%}".replace("-", "\N{MINUS SIGN}"))
+        bounds = f" [{low:.2f}, {high:.2f}]" if math.isfinite(low + high) else ""
+        texts = [f"<b>{value:.2f}</b>{bounds}" if math.isfinite(value) else "none"]
+        texts += [recovered[policy]] if policy in recovered else []
         for text, shift in zip(texts, COLUMNS, strict=False):
             fig.add_annotation(text=text, xshift=shift, yref=f"y{suffix}", y=row, **cells)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 5  # layers in a row of panels
 CELL, LEAST, MOST = 18, 120, 360  # px of a head, of a panel
-GAP = 62  # px between rows of panels: ticks and the next titles
+GAP = 80  # px between rows of panels: ticks and the next titles
 
 
 def attention_map(runs: "Run | Mapping[str, Run]", title: str | None = None) -> "Figure":
@@ -71,7 +71,8 @@ def draw_attention_map(
         fig.add_trace(_cells(table, name, layer), row=at_row, col=col)
         number = (at_row - 1) * columns + col
         shown = label(name).replace("<br>", " ")
-        drafter = f"<b>{shown}</b>, " if layer == 0 and name else ""
+        # on its own line, where a long name may run on above the next panels
+        drafter = f"<b>{shown}</b><br>" if layer == 0 and name else ""
         panel_title(fig, f"{drafter}layer {layer}", number)
         fig.update_yaxes(
             title_text="head" if col == 1 else None,
@@ -109,7 +110,7 @@ def draw_attention_map(
         title=title or "Attention inside the block, by layer, head and slot",
         name="attention_map",
         plot_height=height,
-        head=32,
+        head=50,
         right=112,
         note="within_block_share: share of a drafted slot's attention that stays in its own block, "
         "anchor + drafted; the rest goes to the context. Uniform attention would give "

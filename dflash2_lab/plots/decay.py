@@ -97,7 +97,7 @@ def draw_decay(
     where = "all recorded anchors" if anchors == "all" else "visited anchors"
     frame(
         fig,
-        title=title or "Suffix decay",
+        title=title or "Suffix decay: recall by draft slot",
         name="suffix_decay",
         plot_height=330,
         head=20,

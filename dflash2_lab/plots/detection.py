@@ -106,7 +106,7 @@ def draw_detection(table: "DataFrame", title: str | None = None, origin: str = "
         name="tokens_to_detection",
         plot_height=ROW * len(rows),
         head=6,
-        left=262,
+        left=268,
         right=124,
         note="One seeded run of each broken decoder on the toy, judged at powers of two: the "
         "smallest size from which it was found at every larger size tried, and the test with the "

@@ -84,7 +84,7 @@ def draw_monitor(
     runs = sorted({int(n) for n in stops["num_runs"]})
     frame(
         fig,
-        title=title or "Evidence of the anytime monitor",
+        title=title or "Evidence of the anytime monitor, by tokens seen",
         name="monitor_path",
         plot_height=380,
         head=8,

@@ -6,6 +6,7 @@ what is left, so that a longer legend makes the figure taller instead of coverin
 
 import html
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ ROW = 25  # px per legend row
 CHAR = 7.6  # px per character at FONT_SIZE, on the wide side
 LABEL = 28  # characters of a drafter's name per line
 NOTE_LINE = 17  # px per line of the footnote
-NOTE_CHARS = 140  # characters per line of the footnote, in the width of a figure
+NOTE_CHARS = 120  # characters per line of the footnote, in the widest font of the template
 CLOSE_TO_ZERO = 12  # decimals: what is left of a difference of equal numbers is 0 on any machine
 MINUS = "\N{MINUS SIGN}"
 
@@ -238,7 +239,7 @@ def frame(
     else:
         rows = legend_rows(drafters, width)
     keys = legend_rows([t.name for t in entries if t.legend == "legend2"], width)
-    lines = textwrap.wrap(note, NOTE_CHARS)
+    lines = _wrapped(note)
     first = 44  # px from the top edge to the first legend
     second = first + ROW * rows
     top = second + ROW * keys + 10 + head
@@ -293,12 +294,19 @@ def frame(
         )
 
 
+def _wrapped(note: str) -> list[str]:
+    """The lines of a footnote; a number and its unit, "95 %" or "T = 1", stay on one."""
+    tied = re.sub(r"(?<=\d) (?=%)| (?==)|(?<==) ", "\N{NO-BREAK SPACE}", note)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(tied, NOTE_CHARS)]
+
+
 def panel_title(fig: "Figure", text: str, axis: int, *, bold: bool = False) -> None:
     """A small title, left-aligned above the panel whose axes are number `axis` (1, 2, ...)."""
     suffix = "" if axis == 1 else str(axis)
     fig.add_annotation(
         text=f"<b>{text}</b>" if bold else text,
         font={"size": FONT_SIZE},
+        align="left",
         showarrow=False,
         xref=f"x{suffix} domain",
         x=0,

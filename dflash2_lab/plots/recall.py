@@ -90,7 +90,7 @@ def draw_recall(
     )
     fig.update_xaxes(title_text="draft slot", row=len(METRICS))
     for axis, which in enumerate(anchors, start=1):
-        panel_title(fig, ANCHORS[which], axis)
+        panel_title(fig, f"{ANCHORS[which]}, {_blocks(tables, which)}", axis)
     frame(
         fig,
         title=title or "Recall of the draft candidates by slot",
@@ -103,6 +103,14 @@ def draw_recall(
         caption=_caption(tables, ks),
     )
     return fig
+
+
+def _blocks(tables: "Mapping[str, DataFrame]", anchors: str) -> str:
+    """The number of blocks that start at such anchors; from the fewest to the most of a drafter."""
+    counts = [
+        int(table.loc[table["anchors"] == anchors, "num_blocks"].max()) for table in tables.values()
+    ]
+    return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)})) + " blocks"
 
 
 def _caption(tables: "Mapping[str, DataFrame]", ks: Sequence[int]) -> str:

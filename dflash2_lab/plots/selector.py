@@ -88,7 +88,7 @@ def draw_recovery(
     for pair in range(pairs):
         rows = 2 * pair + 1, 2 * pair + 2
         fig.update_yaxes(title_text="share of blocks", row=rows[0], col=1)
-        fig.update_yaxes(title_text="left to win", row=rows[1], col=1)
+        fig.update_yaxes(title_text="share left to win", row=rows[1], col=1)
         fig.update_yaxes(range=_range(tables, ("helped", "net"), ("hurt",)), row=rows[0])
         fig.update_yaxes(range=_range(tables, ("within", "beyond"), ()), row=rows[1])
         zero = {"zeroline": True, "zerolinecolor": INK, "zerolinewidth": 1}
@@ -109,7 +109,7 @@ def draw_recovery(
         f"difference. Bottom: both wrong, the target's token among the "
         f"{' or '.join(map(str, seen))} candidates or beyond them. At T > 0 right and wrong are "
         "accepted and refused, both judged by one random number. Bars: 95 % intervals, prompts "
-        f"resampled; all recorded anchors. {origin}",
+        f"resampled; too narrow where few blocks arrive. All recorded anchors. {origin}",
         caption=_caption(tables, policy),
     )
     return fig

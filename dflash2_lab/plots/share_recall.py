@@ -88,7 +88,7 @@ def draw_share_recall(
         head=24,
         note="One point per draft slot, joined in their order, the first and the last numbered: "
         "the share of its attention that stays in its own block, mean over layers and heads, and "
-        f"recall@{k}, the share of blocks whose target token is among the {k} best. Dotted: the "
+        f"recall@{k}, the share of blocks whose target token is {_among(k)}. Dotted: the "
         "share under uniform attention over the visible keys. Bars: 95 % intervals, prompts "
         f"resampled; all recorded anchors; contexts in tokens. {origin}",
         caption=_caption(tables, k),
@@ -124,7 +124,8 @@ def _points(panel: "DataFrame", name: str, position: int, k: int, *, legend: boo
             "error_y": error_bars(panel, look.color, ("recall", "recall_low", "recall_high")),
             "mode": "lines+markers+text",
             "text": _ends([str(int(slot)) for slot in panel["slot"]]),
-            "textposition": "top right",
+            # a curve runs down: its first number goes above it, its last one below
+            "textposition": ["top right"] * (len(panel) - 1) + ["bottom right"],
             "textfont": {"size": SMALL, "color": MUTED},
             "name": label(name),
             "legendgroup": name,
@@ -136,6 +137,10 @@ def _points(panel: "DataFrame", name: str, position: int, k: int, *, legend: boo
             "%{y:.3f}<extra></extra>",
         },
     ]
+
+
+def _among(k: int) -> str:
+    return "the first choice" if k == 1 else f"among the {k} best"
 
 
 def _ends(texts: list[str]) -> list[str]:

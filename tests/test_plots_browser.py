@@ -1,0 +1,74 @@
+"""The figures as a browser lays them out: no text is cut by an edge or covered by another text."""
+
+import html
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dflash2_lab.browser import FLAGS, find_browser, script_json
+from dflash2_lab.figure_manifest import find_folder, read_manifest
+from dflash2_lab.figures import plotly_script
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_browser() is None, reason="no Chrome or Chromium on this machine"),
+]
+# DejaVu Sans, the widest of the template's fonts and the one that is there where others are not
+PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8">%s</head><body><script>
+(async () => {
+  const told = {};
+  for (const [name, {data, layout}] of Object.entries(%s)) {
+    const div = document.createElement("div");
+    document.body.append(div);
+    layout.template.layout.font.family = "DejaVu Sans";
+    await Plotly.newPlot(div, data, layout);
+    const edge = div.querySelector(".main-svg").getBoundingClientRect();
+    const texts = [...div.querySelectorAll(".main-svg text")].filter((t) => t.textContent.trim());
+    const boxes = texts.map((t) => [t.textContent, t.getBoundingClientRect()])
+      .filter(([, box]) => box.width && box.height);
+    const cut = boxes.filter(([, box]) => box.left < edge.left + 2 || box.right > edge.right - 2
+      || box.top < edge.top || box.bottom > edge.bottom);
+    const covered = boxes.flatMap(([text, a], i) => boxes.slice(0, i).filter(([, b]) =>
+      Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3).map(([other]) => [text, other]));
+    told[name] = {texts: boxes.length, cut: cut.map(([text]) => text), covered};
+    div.remove();
+  }
+  const node = document.body.appendChild(document.createElement("pre"));
+  node.id = "told";
+  node.textContent = JSON.stringify(told);
+})();
+</script></body></html>"""
+
+
+def laid_out(figures):
+    """By figure: the number of its texts, those that an edge cuts, pairs that cover each other."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(PAGE % (plotly_script(), script_json(figures)))
+        done = subprocess.run(
+            [str(find_browser()), *FLAGS, f"--user-data-dir={folder}/profile", page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    return json.loads(html.unescape(re.search(r'<pre id="told">(.*?)</pre>', done.stdout)[1]))
+
+
+def of_record():
+    folder = find_folder()
+    names = [entry["figure"] for entry in read_manifest(folder)["figures"]]
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+
+
+def test_no_text_of_a_figure_of_record_is_cut_or_covered():
+    told = laid_out(of_record())
+    assert len(told) >= 15
+    for name, found in told.items():
+        assert found["texts"] > 10, name
+        assert (found["cut"], found["covered"]) == ([], []), name
