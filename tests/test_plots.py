@@ -151,7 +151,7 @@ def test_without_top1_or_oracle_no_headroom_is_claimed(policies):
 def test_a_policy_that_loses_to_top1_has_a_negative_share():
     shares = {"dflash": frames.headroom_shares(-0.1)}
     fig = plots.draw_acceptance({"dflash": frames.acceptance_table()}, shares=shares)
-    assert "−10% [−14%, −5%]".replace("−", "\N{MINUS SIGN}") in texts(fig)
+    assert "-10% [-14%, -5%]".replace("-", parts.MINUS) in texts(fig)
 
 
 def test_the_share_of_a_run_is_that_of_its_headroom_to_the_widest_oracle():

@@ -32,9 +32,10 @@ PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8">%s</head><body><scrip
       .filter(([, box]) => box.width && box.height);
     const cut = boxes.filter(([, box]) => box.left < edge.left + 2 || box.right > edge.right - 2
       || box.top < edge.top || box.bottom > edge.bottom);
-    const covered = boxes.flatMap(([text, a], i) => boxes.slice(0, i).filter(([, b]) =>
-      Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
-      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3).map(([other]) => [text, other]));
+    const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+    const covered = boxes.flatMap(([text, a], i) =>
+      boxes.slice(0, i).filter(([, b]) => meet(a, b)).map(([other]) => [text, other]));
     told[name] = {texts: boxes.length, cut: cut.map(([text]) => text), covered};
     div.remove();
   }
