@@ -7,11 +7,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import figure_frames as frames
 import pytest
 
+from dflash2_lab import plots
 from dflash2_lab.browser import FLAGS, find_browser, script_json
 from dflash2_lab.figure_manifest import find_folder, read_manifest
-from dflash2_lab.figures import plotly_script
+from dflash2_lab.figures import figure_json, plotly_script
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,9 +29,13 @@ PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8">%s</head><body><scrip
     layout.template.layout.font.family = "DejaVu Sans";
     await Plotly.newPlot(div, data, layout);
     const edge = div.querySelector(".main-svg").getBoundingClientRect();
-    const texts = [...div.querySelectorAll(".main-svg text")].filter((t) => t.textContent.trim());
-    const boxes = texts.map((t) => [t.textContent, t.getBoundingClientRect()])
-      .filter(([, box]) => box.width && box.height);
+    const lines = (text) => {
+      const found = [...text.querySelectorAll(".line")];
+      return found.length ? found : [text];
+    };
+    const boxes = [...div.querySelectorAll(".main-svg text")].flatMap(lines)
+      .map((line) => [line.textContent.trim(), line.getBoundingClientRect()])
+      .filter(([text, box]) => text && box.width && box.height);
     const cut = boxes.filter(([, box]) => box.left < edge.left + 2 || box.right > edge.right - 2
       || box.top < edge.top || box.bottom > edge.bottom);
     const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
@@ -73,3 +79,40 @@ def test_no_text_of_a_figure_of_record_is_cut_or_covered():
     for name, found in told.items():
         assert found["texts"] > 10, name
         assert (found["cut"], found["covered"]) == ([], []), name
+
+
+def test_long_names_and_many_slots_leave_every_text_room():
+    names = ("z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-4B-DFlash2-b16-trained-for-longer")
+    short, long = (
+        {name: frames.recorded_run("r", seed, num_draft) for seed, name in enumerate(names)}
+        for num_draft in (4, 15)
+    )
+    drawn = {
+        f"{draw.__name__} {num_draft}": draw(runs)
+        for num_draft, runs in ((4, short), (15, long))
+        for draw in (
+            plots.recall_by_slot,
+            plots.acceptance_by_policy,
+            plots.suffix_decay,
+            plots.attention_share,
+            plots.attention_map,
+            plots.selector_recovery,
+            plots.headroom_by_k,
+        )
+    }
+    drawn["many layers"] = plots.draw_attention_map(
+        {name: frames.attention_map_table(7) for name in names}
+    )
+    told = laid_out({name: json.loads(figure_json(figure)) for name, figure in drawn.items()})
+    for name, found in told.items():
+        assert (found["cut"], found["covered"]) == ([], []), name
+
+
+def test_the_layout_test_sees_a_cut_and_a_covered_text():
+    figure = plots.suffix_decay(frames.recorded_run("r"))
+    figure.add_annotation(text="far out", x=1.2, y=1, xref="paper", yref="paper", showarrow=False)
+    for text in ("one", "two"):
+        figure.add_annotation(text=text, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
+    found = laid_out({"broken": json.loads(figure_json(figure))})["broken"]
+    assert found["cut"] == ["far out"]
+    assert ["two", "one"] in found["covered"]

@@ -117,7 +117,7 @@ def draw_acceptance(
         plot_height=height,
         head=46,
         left=136,
-        right=280,
+        right=300,
         note="Bars and brackets: 95 % intervals, prompts resampled; steps cut by EOS or the length "
         "limit included. The oracle accepts the target's token whenever it is among the k best "
         "candidates: an upper bound, not a policy. Headroom: (policy \N{MINUS SIGN} top1) / "

@@ -17,6 +17,7 @@ from dflash2_lab.plots.parts import (
     numbers,
     panel_title,
     source,
+    title_extra,
 )
 from dflash2_lab.plots.template import DASHES, MUTED, SMALL, style
 
@@ -72,13 +73,15 @@ def draw_headroom(
     policies = list(dict.fromkeys(p for rows in levels.values() for p in rows["policy"]))
     columns = min(COLUMNS, len(tables))
     rows = math.ceil(len(tables) / columns)
-    height = rows * PANEL + (rows - 1) * GAP
+    titles = title_extra(tables)
+    gap = GAP + titles
+    height = rows * PANEL + (rows - 1) * gap
     fig = make_subplots(
         rows=rows,
         cols=columns,
         shared_yaxes=True,
         horizontal_spacing=0.05,
-        vertical_spacing=GAP / height if rows > 1 else 0.0,
+        vertical_spacing=gap / height if rows > 1 else 0.0,
     )
     for position, (name, (curve, _, candidates)) in enumerate(tables.items()):
         row, col = position // columns + 1, position % columns + 1
@@ -101,7 +104,7 @@ def draw_headroom(
             font={"size": SMALL, "color": MUTED},
             **where,
         )
-        panel_title(fig, label(name).replace("<br>", " "), position + 1, bold=True)
+        panel_title(fig, label(name), position + 1, bold=True)
     for order, policy in enumerate(policies):
         look = {"color": MUTED, "width": 2, "dash": DASHES[(order + 1) % 4]}
         fig.add_trace(key(policy, line=look))
@@ -119,7 +122,7 @@ def draw_headroom(
         title=title or "Headroom by the number of candidates",
         name="headroom_by_k",
         plot_height=height,
-        head=24,
+        head=24 + titles,
         left=100,
         note="Oracle@k accepts the target's token whenever it is among the k best unary candidates "
         "of the slot: an upper bound for any selector on those k. Marked: the number of candidates "

@@ -194,6 +194,11 @@ def key(text: str, **look: object) -> dict:
     }
 
 
+def title_extra(names: Iterable[str]) -> int:
+    """Pixels that panel titles of these (plain) names take beyond one line of text."""
+    return round(FONT_SIZE * 1.3) * max(label(name).count("<br>") for name in names)
+
+
 def legend_rows(names: Sequence[str], width: float) -> int:
     """Text rows that a horizontal legend of these (escaped) names needs in `width` pixels.
 

@@ -16,6 +16,7 @@ from dflash2_lab.plots.parts import (
     panel_title,
     slot_ticks,
     source,
+    title_extra,
 )
 from dflash2_lab.plots.template import GRID, INK, MUTED, PAPER, style
 
@@ -67,7 +68,8 @@ def draw_recovery(
 
     columns = min(COLUMNS, len(tables))
     pairs = math.ceil(len(tables) / columns)
-    gap = GAP if pairs == 1 else NEXT
+    titles = title_extra(tables)
+    gap = GAP if pairs == 1 else NEXT + titles
     height = pairs * sum(HEIGHTS) + (2 * pairs - 1) * gap
     fig = make_subplots(
         rows=2 * pairs,
@@ -84,7 +86,7 @@ def draw_recovery(
         for trace in _rest(parts, name, position):
             fig.add_trace(trace, row=row + 1, col=col)
         _slots(fig, parts["net"], row, col, TICKS // columns)
-        panel_title(fig, label(name).replace("<br>", " "), (row - 1) * columns + col, bold=True)
+        panel_title(fig, label(name), (row - 1) * columns + col, bold=True)
     for pair in range(pairs):
         rows = 2 * pair + 1, 2 * pair + 2
         fig.update_yaxes(title_text="share of blocks", row=rows[0], col=1)
@@ -102,7 +104,7 @@ def draw_recovery(
         title=title or f"What the {policy} recovers, slot by slot",
         name="selector_recovery",
         plot_height=height,
-        head=24,
+        head=24 + titles,
         foot=70,
         note=f"Of the blocks in which both the {policy} and top-1 were accepted at every earlier "
         f"slot. Top: the {policy} is right and top-1 wrong (helps), the reverse (hurts), and the "
