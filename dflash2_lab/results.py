@@ -71,6 +71,7 @@ def _json(path: Path) -> Any:
 
 _READERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "bench": ("bench.json", _json),
+    "verify-decode": ("certificate.json", _json),
     "verify-mutants": ("verify.json", _json),
     MONITOR_KIND: (MONITOR_TABLE, pd.read_parquet),
 }

@@ -52,19 +52,20 @@
     const place = anchors.indexOf(view);
     const title = ({ prompt_id, turn, sample }) =>
       prompt_id + (turn || sample ? ` · turn ${turn}, sample ${sample}` : "");
-    const step = (by, label, words) => {
+    const step = (by, name, label) => {
       const onclick = () => set({ view: anchors[place + by] });
-      return el("button", { disabled: !anchors[place + by], "aria-label": words, onclick }, label);
+      const words = { title: `${name} anchor`, "aria-label": `${name} anchor` };
+      return el("button", { name, disabled: !anchors[place + by], ...words, onclick }, label);
     };
     const layers = [["mean", "mean of layers"]];
     for (const { layer } of view.attention) layers.push([`${layer}`, `layer ${layer}`]);
     return el("div", { class: "bar" },
       picker("prompt", requests.map(([key, other]) => [key, title(other)]), request(view),
         (key) => ({ view: views.find((other) => request(other) === key) })),
-      step(-1, "◀", "previous anchor"),
+      step(-1, "previous", "◀"),
       picker("anchor", anchors.map((other, n) => [`${n}`, `${other.anchor}`]), `${place}`,
         (n) => ({ view: anchors[n] })),
-      step(1, "▶", "next anchor"),
+      step(1, "next", "▶"),
       picker("walk", view.policies.map((p) => [p, p]), state.policy, (policy) => ({ policy })),
       ...(layers.length > 1
         ? [picker("attention", layers, state.layer, (layer) => ({ layer }))] : []));
@@ -102,7 +103,9 @@
       const pressed = `${slot === state.slot}`;
       const title = "shade the text by what this slot attends to";
       const onclick = () => set({ slot });
-      return el("th", {}, el("button", { "aria-pressed": pressed, title, onclick }, `${slot}`));
+      const words = { title, "aria-label": `slot ${slot}: ${title}` };
+      const name = `slot ${slot}`;
+      return el("th", {}, el("button", { name, "aria-pressed": pressed, ...words, onclick }, `${slot}`));
     }
 
     function goal({ target, rank, p_target }, s) {
@@ -122,7 +125,10 @@
     }
 
     return el("div", { class: "scroll" },
-      el("table", { style: `min-width: ${40 + 66 * slots.length}px; max-width: ${40 + 150 * slots.length}px` },
+      el("table", {
+        "aria-label": "candidates of each slot",
+        style: `min-width: ${40 + 66 * slots.length}px; max-width: ${40 + 150 * slots.length}px`,
+      },
         line("slot", choose),
         line("target", goal),
         line("walk", (_, s) => cell(paths[s].token, ["walk", behind(s)],
@@ -140,7 +146,10 @@
         el("th", { class: "side" }, `slot ${s + 1}`),
         ...row.map((share) => el("td", { style: shade(share) }, percent(share))));
     return el("div", { class: "scroll" },
-      el("table", { style: `min-width: ${40 + 44 * names.length}px` },
+      el("table", {
+        "aria-label": "attention of each slot by key, per cent",
+        style: `min-width: ${40 + 44 * names.length}px`,
+      },
         el("tr", {}, el("th", { class: "side" }, "% on"), ...names.map((name) => el("th", {}, name))),
         ...groups.map(line)));
   }
@@ -150,7 +159,7 @@
     const pairs = slots[0].paths[state.policy].scores !== null;
     const word = temperature === 0 ? "accepted" : "equal to the trace's tokens";
     const swatch = (style) => el("span", { class: "key", style });
-    return el("div", { class: "verdict" },
+    return el("div", { class: "verdict", role: "status" },
       el("strong", {}, `${matched} of ${slots.length} drafts ${word}. `),
       el("span", { class: "soft" },
         `Candidates by unary logit${pairs ? ", unary→score on the walk" : ""}. `),
@@ -169,7 +178,9 @@
     const matched = view.matched[state.policy];
     const rows = attention();
     const about = rows
-      ? `What each slot attends to, % (mean over heads). The text above is shaded for slot ${state.slot}.`
+      ? `What each slot attends to, % (mean over heads): older context, the last ${view.context.length} `
+        + "tokens before the anchor, the anchor, and the block's own rows. "
+        + `The text above is shaded for slot ${state.slot}.`
       : "No attention was kept at this anchor.";
     live.replaceChildren(
       pickers(),
@@ -178,7 +189,9 @@
       candidates(matched),
       el("div", { class: "soft" }, about),
       ...(rows ? [keys(rows)] : []));
-    if (focused) live.querySelector(`[name="${focused}"]`)?.focus();
+    // everything was built anew: the keyboard stays where it was, or goes from the last step to its picker
+    const again = focused && live.querySelector(`[name="${focused}"]`);
+    if (again) (again.disabled ? live.querySelector("[name=anchor]") : again).focus();
   }
 
   const live = el("div", { class: "live" });

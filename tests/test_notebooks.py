@@ -39,6 +39,8 @@ FIGURES = {
         "attention_map",
         "share_against_recall",
         "attention_share",
+        "attention_map",
+        "share_against_recall",
     ],
     "04_losslessness": ["tokens_to_detection", "monitor_path", "monitor_path"],
     "05_gpu_decode": ["cycle_breakdown", "throughput_by_concurrency"],

@@ -181,7 +181,12 @@ def test_no_benchmark_at_all_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("bench", "bench.json"), ("verify-mutants", "verify.json")]
+    ("kind", "name"),
+    [
+        ("bench", "bench.json"),
+        ("verify-decode", "certificate.json"),
+        ("verify-mutants", "verify.json"),
+    ],
 )
 def test_results_are_read_by_their_kind(tmp_path, kind, name):
     info = {"kind": kind, "schema_version": 1}

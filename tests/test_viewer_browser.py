@@ -8,6 +8,7 @@ import time
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -20,6 +21,7 @@ from dflash2_lab.browser import FLAGS, find_browser
 from dflash2_lab.recording import record
 from dflash2_lab.tables import Run, write_run_info, write_shard
 from dflash2_lab.viewer import block_viewer
+from dflash2_lab.viewer_block import visible
 
 pytestmark = [
     pytest.mark.slow,
@@ -196,6 +198,29 @@ def check_pickers(page):
     assert page.run(shades) != by_slot
 
 
+def check_keyboard(page):
+    """The element in focus keeps it when the viewer is built anew."""
+    focused = "document.activeElement.name"
+    press = """((name) => {
+        const button = document.querySelector(`.dflash2-block [name="${name}"]`);
+        button.focus();
+        button.click();
+    })"""
+    anchors = page.run(READ)["anchors"]
+    page.pick("anchor", 0)
+    for place in range(1, len(anchors) - 1):
+        page.run(f"{press}('next')")
+        assert (page.run(READ)["anchor"], page.run(focused)) == (anchors[place], "next")
+    page.run(f"{press}('next')")  # to the last one, where there is no next
+    assert (page.run(READ)["anchor"], page.run(focused)) == (anchors[-1], "anchor")
+    page.run(f"{press}('slot 2')")
+    assert page.run(focused) == "slot 2"
+    unnamed = """[...document.querySelectorAll(".live button, .live select")].filter(
+        (element) => !element.ariaLabel && !element.labels.length).length"""
+    assert page.run(unnamed) == 0
+    page.pick("anchor", 0)
+
+
 def open_in_lab(stack, folder, tmp_path):
     """A JupyterLab of its own with the notebook open and its kernel started."""
     settings = tmp_path / "settings"
@@ -266,5 +291,26 @@ def test_the_viewer_in_an_exported_page_follows_its_pickers_offline(folder, tmp_
         page.call("Page.navigate", url=(tmp_path / "viewer.html").as_uri())
         wait_for(lambda: page.run(READ), "the viewer")
         check_pickers(page)
+        check_keyboard(page)
         own = [error for error in page.errors if "net::" not in str(error)]
         assert own == []  # nbconvert's own template asks for two scripts, which are not needed
+
+
+def test_what_a_model_says_stays_text_in_the_page(folder, tmp_path):
+    said = "<img src=x onerror='window.hacked=1'></script><script>window.hacked=1</script>\n\"q\""
+    model = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: said))
+    shown = block_viewer(Run.open(folder / "run"), model, Run.open(folder / "traces"))
+    page_file = tmp_path / "page.html"
+    page_file.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{shown.html()}")
+    with ExitStack() as stack:
+        page = Page(stack, tmp_path / "chrome", width=600)
+        page.call("Page.navigate", url=page_file.as_uri())
+        found = wait_for(lambda: page.run(READ), "the viewer")
+        assert visible(said) in found["text"]
+        assert page.run("[window.hacked, document.querySelectorAll('.live img').length]") == [
+            None,
+            0,
+        ]
+        wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert page.run(wide)  # a long token breaks the line and not the page
+        assert page.errors == []
