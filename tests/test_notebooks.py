@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import re
+import resource
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -58,6 +59,12 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 def outputs(notebook):
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def seconds_of_children():
+    """CPU seconds of all processes that were waited for: the same on a busy machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def shown(notebook):
@@ -136,7 +143,9 @@ def test_it_runs_small_and_shows_its_figures(path, monkeypatch):
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
     folder = str(path.parent)
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": folder}})
+    before = seconds_of_children()
     client.execute(env=dict(os.environ))
+    assert seconds_of_children() - before < 120
     assert len(nbformat.writes(notebook).encode()) < LARGEST
     names = [bundle[PLOTLY]["layout"]["meta"]["figure"] for bundle in shown(notebook)]
     assert names == FIGURES[path.stem]

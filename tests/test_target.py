@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import END_ID, START_ID, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from dflash2_lab import gguf_cache
 from dflash2_lab.errors import LabError
@@ -247,6 +247,22 @@ def test_broken_gguf_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DFLASH2_LAB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.gguf").write_bytes(b"not a GGUF file at all")
     with pytest.raises(LabError, match="not a readable GGUF"):
+        converted_folder(tmp_path / "x.gguf")
+    assert [path.suffix for path in (tmp_path / "cache" / "targets").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("kind", ["missing_keys", "unexpected_keys", "mismatched_keys"])
+def test_a_gguf_tensor_without_its_place_is_an_error_and_leaves_nothing(
+    tmp_path, monkeypatch, kind
+):
+    # a tensor that is not mapped stays at random numbers, silently (case K10)
+    info = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    loaded = tiny_model(), info | {kind: ["model.layers.0.self_attn.q_proj.weight"]}
+    monkeypatch.setenv("DFLASH2_LAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("gguf.GGUFReader", lambda path: SimpleNamespace(fields={}))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda **options: loaded)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(LabError, match=rf"one to one: .*{kind}.*q_proj"):
         converted_folder(tmp_path / "x.gguf")
     assert [path.suffix for path in (tmp_path / "cache" / "targets").iterdir()] == [".lock"]
 
