@@ -18,25 +18,36 @@ import numpy as np
 
 from dflash2_lab.browser import IMAGE_FORMATS, ImageExportError, render_images, script_json
 from dflash2_lab.errors import LabError
-from dflash2_lab.plots.template import recolour
+from dflash2_lab.plots.template import WIDTH, recolour
 from dflash2_lab.tables import write_atomic
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 DIGITS = 6  # significant digits of every number in a figure of record
+HEIGHT = 450  # px; plotly's own, of a figure that names none
 FORMATS = ("json", "html", *IMAGE_FORMATS)
 CONFIG = {  # no button that sends a chart to a server
     "displaylogo": False,
     "responsive": False,
     "modeBarButtonsToRemove": ["sendChartToCloud"],
 }
+SCALES = (0.83, 0.68, 0.55, 0.44, 0.35)  # shares of its width at which a figure is drawn
+SHEET = """:root {{ --scale: 1; }}
+.sheet {{ width: calc({width}px * var(--scale)); height: calc(var(--height) * var(--scale));
+  overflow: hidden; }}
+.sheet > div {{ transform: scale(var(--scale)); transform-origin: 0 0; }}
+{scales}"""
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <title>{title}</title>
-<style>body {{ margin: 0; background: {paper}; }}</style>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ margin: 0; background: {paper}; }}
+{css}
+</style>
 {script}
 </head>
 <body>
@@ -91,6 +102,23 @@ def figure_div(figure: "str | Figure", div_id: str = "figure") -> str:
     )
 
 
+def figure_sheet(figure: "str | Figure", div_id: str = "figure") -> str:
+    """`figure_div` in a sheet that shrinks with a narrow window; its page needs `sheet_css`."""
+    height = _parsed(figure)["layout"].get("height", HEIGHT)
+    return f'<div class="sheet" style="--height: {height}px">\n{figure_div(figure, div_id)}\n</div>'
+
+
+def sheet_css(room: int = 0) -> str:
+    """The rules by which a sheet is as wide as the window has place, `room` px beside it."""
+    wider = (1.0, *SCALES[:-1])  # the scale that no longer fits
+    ends = [round(WIDTH * scale) + room - 1 for scale in wider]
+    scales = "\n".join(
+        f"@media (max-width: {end}px) {{ :root {{ --scale: {scale}; }} }}"
+        for end, scale in zip(ends, SCALES, strict=True)
+    )
+    return SHEET.format(width=WIDTH, scales=scales)
+
+
 def plotly_script() -> str:
     """plotly.js itself as an inline <script> element (about 4.8 MB)."""
     from plotly.offline import get_plotlyjs
@@ -108,7 +136,8 @@ def figure_html(figure: "str | Figure", div_id: str = "figure") -> str:
         title=html.escape(html.unescape(title)),
         paper=layout.get("template", {}).get("layout", {}).get("paper_bgcolor", "white"),
         script=plotly_script(),
-        figure=figure_div(figure, div_id),
+        css=sheet_css(),
+        figure=figure_sheet(figure, div_id),
     )
 
 

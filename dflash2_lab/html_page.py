@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_lab.browser import script_json
-from dflash2_lab.figures import CONFIG, figure_div, figure_json, plotly_script
+from dflash2_lab.figures import CONFIG, figure_json, figure_sheet, plotly_script, sheet_css
 from dflash2_lab.plots.template import (
     DARK,
     FONT,
@@ -24,7 +24,6 @@ from dflash2_lab.plots.template import (
     MUTED,
     PALETTE,
     PAPER,
-    WIDTH,
     recolour,
 )
 from dflash2_lab.tables import write_atomic
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 ALERT = PALETTE[1]
-# share of its width at which a figure of 900 px is drawn, by the width of the window up to which
-SCALES = {964: 0.83, 790: 0.68, 650: 0.55, 530: 0.44, 430: 0.35}
+ROOM = 64  # px of a window beside a figure: padding and a scroll bar
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -57,7 +55,7 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-CSS = """:root { color-scheme: light dark; --scale: 1; %(light)s }
+CSS = """:root { color-scheme: light dark; %(light)s }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 %(font)s; }
 main { max-width: 900px; margin: 0 auto; padding: 16px; overflow-wrap: break-word; }
 h1 { font-size: 26px; line-height: 1.25; margin: 8px 0; }
@@ -78,11 +76,9 @@ th.key, td.key { text-align: left; }
 .interval { white-space: nowrap; }
 pre { overflow-x: auto; font: clamp(7px, 1.5vw, 13px)/1.4 ui-monospace, monospace; }
 figure { margin: 20px 0 28px; }
-.sheet { width: calc(%(width)dpx * var(--scale)); height: calc(var(--height) * var(--scale));
-  overflow: hidden; }
-.sheet > div { transform: scale(var(--scale)); transform-origin: 0 0; }
-%(scales)s
-@media (max-width: 650px) { body { font-size: 13px; } th, td { padding-right: 8px; } }
+%(sheet)s
+@media (max-width: 650px) { body { font-size: 13px; } table { font-size: 12px; }
+  th, td { padding-right: 6px; } }
 @media (prefers-color-scheme: dark) { :root { %(dark)s } }
 @media print {
   :root { --scale: 0.72; %(light)s }
@@ -170,8 +166,7 @@ def figure_block(name: str, figure: "Figure") -> str:
     plain = figure.to_plotly_json()["layout"]
     caption = plain.get("meta", {}).get("caption", "")
     return (
-        f'<figure style="--height: {plain["height"]}px"><div class="sheet">\n'
-        f"{figure_div(figure, name)}\n</div><figcaption>{escape(caption)}</figcaption></figure>"
+        f"<figure>{figure_sheet(figure, name)}\n<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
 
@@ -225,11 +220,7 @@ def _css() -> str:
         name: "; ".join(f"--{word}: {color}" for word, color in zip(words, look, strict=True))
         for name, look in (("light", colors), ("dark", [DARK[color] for color in colors]))
     }
-    scales = "\n".join(
-        f"@media (max-width: {width}px) {{ :root {{ --scale: {scale}; }} }}"
-        for width, scale in SCALES.items()
-    )
-    return CSS % {"font": FONT, "width": WIDTH, "scales": scales, **looks}
+    return CSS % {"font": FONT, "sheet": sheet_css(ROOM), **looks}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | None]]:

@@ -5,15 +5,17 @@ import json
 import re
 import subprocess
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import figure_frames as frames
 import pytest
+from test_viewer_browser import Page, wait_for
 
 from dflash2_lab import plots
 from dflash2_lab.browser import FLAGS, find_browser, script_json
 from dflash2_lab.figure_manifest import find_folder, read_manifest
-from dflash2_lab.figures import figure_json, plotly_script
+from dflash2_lab.figures import figure_html, figure_json, plotly_script
 
 pytestmark = [
     pytest.mark.slow,
@@ -116,3 +118,18 @@ def test_the_layout_test_sees_a_cut_and_a_covered_text():
     found = laid_out({"broken": json.loads(figure_json(figure))})["broken"]
     assert found["cut"] == ["far out"]
     assert ["two", "one"] in found["covered"]
+
+
+@pytest.mark.parametrize("width", [500, 700, 1000])
+def test_an_exported_page_shrinks_its_figure_to_the_window(tmp_path, width):
+    (tmp_path / "page.html").write_text(figure_html(plots.suffix_decay(frames.recorded_run("r"))))
+    with ExitStack() as stack:
+        page = Page(stack, tmp_path / "chrome")
+        options = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        page.call("Emulation.setDeviceMetricsOverride", **options)
+        page.call("Page.navigate", url=(tmp_path / "page.html").as_uri())
+        read = "document.querySelector('.main-svg')?.getBoundingClientRect().width"
+        drawn = wait_for(lambda: page.run(read), "the figure")
+        assert 0.75 * min(width, 900) < drawn <= min(width, 900)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.errors == []
