@@ -19,6 +19,7 @@ from dflash2_lab import stats
 from dflash2_lab.conditions import conditions
 from dflash2_lab.errors import LabError
 from dflash2_lab.intervals import Estimate
+from dflash2_lab.recording_figures import why_not_replayable
 from dflash2_lab.replaying import check_replayable
 from dflash2_lab.report import number, summarise, text_table, wrapped
 from dflash2_lab.stats_paired import (
@@ -190,20 +191,12 @@ def _pairs(a: Run, b: Run, policies: Sequence[str]) -> list[tuple[str, str]]:
         for run in (a, b):
             check_replayable(run)
         return split
-    if not all(_replayable(run) for run in (a, b)):
+    if any(map(why_not_replayable, (a, b))):
         return []
     own = tuple(map(stats.default_policy, (a, b)))
     pairs = [own] if own[0] in a.policies and own[1] in b.policies else []
     pairs += [(name, name) for name in a.policies if name in b.policies]
     return list(dict.fromkeys([*pairs, (ORACLE, ORACLE)]))
-
-
-def _replayable(run: Run) -> bool:
-    try:
-        check_replayable(run)
-    except LabError:
-        return False
-    return True
 
 
 def _differing(
@@ -244,7 +237,7 @@ def _left_out(
     for run, name, side in zip(runs, names, found, strict=True):
         if side["num_prompts"] > shared:
             notes.append(f"{name}: {shared} of its {side['num_prompts']} prompts are in both runs")
-        if not _replayable(run):
+        if why_not_replayable(run):
             notes.append(f"{name}: acceptance cannot be replayed, so neither run's is compared")
         if not run.has_table("attention"):
             notes.append(f"{name}: attention was not recorded, so its shares are not compared")

@@ -5,6 +5,7 @@ import argparse
 from dflash2_lab.errors import LabError
 from dflash2_lab.figure_manifest import find_folder, redraw, verify
 from dflash2_lab.figures import FORMATS, save_figures, themed
+from dflash2_lab.recording_figures import record_figures
 from dflash2_lab.tables import Run, assert_comparable
 
 Result = dict[str, object]
@@ -20,8 +21,6 @@ def figures(arguments: argparse.Namespace) -> Result:
 
 
 def _of_runs(arguments: argparse.Namespace) -> Result:
-    from dflash2_lab.reproduce import draw_all
-
     if arguments.verify or arguments.folder is not None:
         raise LabError("--verify and --folder are about the figures of record: expected no RUN")
     if arguments.out is None:
@@ -35,7 +34,7 @@ def _of_runs(arguments: argparse.Namespace) -> Result:
             raise LabError(f"two runs are called {name!r}; name them, as in NAME=RUN")
         runs[name] = run
     assert_comparable(runs)
-    drawn = draw_all(runs)
+    drawn = record_figures(runs)
     if arguments.dark:
         drawn = {name: themed(figure) for name, figure in drawn.items()}
     saved = save_figures(drawn, arguments.out, tuple(arguments.format) or FORMATS)

@@ -14,7 +14,8 @@ from dflash2_lab.html_page import (
     section,
     warning_box,
 )
-from dflash2_lab.html_report import HOW_TO_READ, dataset_words, record_figures
+from dflash2_lab.html_report import HOW_TO_READ, dataset_words
+from dflash2_lab.recording_figures import record_figures
 from dflash2_lab.stats_paired import restrict, shared_prompts
 from dflash2_lab.tables import Run
 

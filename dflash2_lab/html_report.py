@@ -5,11 +5,9 @@ same bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dflash2_lab import plots
 from dflash2_lab.conditions import dataset_label
-from dflash2_lab.errors import LabError
 from dflash2_lab.html_page import (
     Table,
     figure_block,
@@ -19,12 +17,9 @@ from dflash2_lab.html_page import (
     section,
     warning_box,
 )
-from dflash2_lab.replaying import check_replayable
+from dflash2_lab.recording_figures import record_figures, why_not_replayable
 from dflash2_lab.report import RECALL_KS, summarise, summarise_unary
 from dflash2_lab.tables import Run
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 HOW_TO_READ = (
     "Acceptance length is the number of tokens that leave a verify step, the bonus token counted: "
@@ -40,9 +35,6 @@ HOW_TO_READ = (
     "Acceptance differs between datasets, chat templates and temperatures by factors: compare runs "
     "with dflash2-lab compare, which checks all of them.",
 )
-UNARY_FIGURES = ("recall_by_slot", "suffix_decay")
-PATH_FIGURES = ("acceptance_by_policy", "headroom_by_k")
-ATTENTION_FIGURES = ("attention_share", "attention_map", "share_against_recall")
 
 
 def record_page(run: Run) -> str:
@@ -51,7 +43,7 @@ def record_page(run: Run) -> str:
     Acceptance is left out, with a warning, where it cannot be replayed (off-policy traces, anchors
     left out). Raises LabError for tables that are missing or cannot be read.
     """
-    summary = summarise(run) if replayable(run) else summarise_unary(run)
+    summary = summarise_unary(run) if why_not_replayable(run) else summarise(run)
     figures = record_figures({str(summary["drafter"]): run})
     found = summary["conditions"]
     about = (
@@ -71,32 +63,6 @@ def record_page(run: Run) -> str:
     ]
     title = f"{summary['drafter']} on {summary['target'] or 'its target'}"
     return page(title, about, body, figures)
-
-
-def replayable(run: Run) -> bool:
-    """Tell whether acceptance can be replayed from a recording."""
-    try:
-        check_replayable(run)
-    except LabError:
-        return False
-    return True
-
-
-def record_figures(runs: Mapping[str, Run]) -> "dict[str, Figure]":
-    """Every figure that the tables of all these recordings allow, by name."""
-    return {name: getattr(plots, name)(runs) for name in figure_names(runs)}
-
-
-def figure_names(runs: Mapping[str, Run]) -> list[str]:
-    """Names of the figures: acceptance needs a replay, attention its table."""
-    names = list(UNARY_FIGURES)
-    if all(map(replayable, runs.values())):
-        names += PATH_FIGURES
-        if any("selector" in run.policies and "top1" in run.policies for run in runs.values()):
-            names.append("selector_recovery")
-    if all(run.has_table("attention") for run in runs.values()):
-        names += ATTENTION_FIGURES
-    return names
 
 
 def dataset_words(datasets: Mapping[str, int]) -> str:

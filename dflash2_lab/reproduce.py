@@ -1,45 +1,19 @@
 """The main job: trace the prompts once, record each drafter on the traces, replay, draw."""
 
 import json
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dflash2_lab import plots
-from dflash2_lab.errors import LabError
 from dflash2_lab.figures import save_figures
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
 from dflash2_lab.recording import record
-from dflash2_lab.replaying import check_replayable
+from dflash2_lab.recording_figures import record_figures
 from dflash2_lab.report import summarise, text_report
 from dflash2_lab.tables import Run, assert_comparable, write_atomic
 from dflash2_lab.target import Target
 from dflash2_lab.tracing import trace
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-logger = logging.getLogger(__name__)
-
-FIGURES = ("recall_by_slot", "acceptance_by_policy", "suffix_decay", "attention_share")
-
-
-def draw_all(runs: Mapping[str, Run]) -> "dict[str, Figure]":
-    """Every figure that the runs' tables allow, by name: attention only where it was recorded,
-    acceptance only where every anchor of on-policy traces was."""
-    left_out = set()
-    if not all(run.has_table("attention") for run in runs.values()):
-        left_out.add("attention_share")
-    for name, run in runs.items():
-        try:
-            check_replayable(run)
-        except LabError as error:
-            logger.warning("acceptance by policy is left out: run %r, %s", name, error)
-            left_out.add("acceptance_by_policy")
-    return {name: getattr(plots, name)(runs) for name in FIGURES if name not in left_out}
 
 
 def main_job(
@@ -68,7 +42,7 @@ def main_job(
         runs[folder.name] = record(target, drafter, traces, out=folder)
     warnings = assert_comparable(runs)
     summaries = {name: summarise(run) for name, run in runs.items()}
-    saved = save_figures(draw_all(runs), out / "figures")
+    saved = save_figures(record_figures(runs), out / "figures")
     text = json.dumps(summaries, indent=1, sort_keys=True) + "\n"
     write_atomic(out / "summary.json", lambda handle: handle.write(text.encode()))
     lines = [

@@ -12,6 +12,7 @@ from helpers import save_tiny
 
 from dflash2_lab.cli import main, parser
 from dflash2_lab.models.io import save_drafter
+from dflash2_lab.recording_figures import ATTENTION, PATH, SELECTOR, UNARY
 from dflash2_lab.tables import Run
 
 
@@ -73,10 +74,7 @@ def test_figures_writes_the_files_it_names(made, capsys, tmp_path):
         ["figures", f"ours={made / 'run'}", "--out", tmp_path, "--format", "json", "--json"], capsys
     )
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        f"{name}.json"
-        for name in ("recall_by_slot", "acceptance_by_policy", "suffix_decay", "attention_share")
-    }
+    assert names == {f"{name}.json" for name in (*UNARY, *PATH, *SELECTOR, *ATTENTION)}
 
 
 def test_train_then_record_with_what_was_trained(made, capsys, tmp_path):
@@ -145,8 +143,8 @@ def test_a_recording_that_cannot_be_replayed_is_told_and_drawn_without_acceptanc
     figures = ["figures", tmp_path / "run", "--format", "json", "--out", tmp_path / "figures"]
     told = run(figures, capsys).err
     names = {path.stem for path in (tmp_path / "figures").iterdir()}
-    assert names == {"recall_by_slot", "suffix_decay", "attention_share"}
-    assert "acceptance by policy is left out" in told
+    assert names == {*UNARY, *ATTENTION}
+    assert "figures of acceptance are left out" in told
 
 
 def test_traces_of_other_weights_are_off_policy(made, capsys, tmp_path):

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from dflash2_lab.figures import figure_json
-from dflash2_lab.reproduce import FIGURES, draw_all
+from dflash2_lab.recording_figures import record_figures
 from dflash2_lab.tables import Run
 
 ROOT = Path(__file__).parents[1]
@@ -22,8 +22,8 @@ DRAFTERS = ("dflash", "dflash2")
 
 def test_figures_of_record_are_byte_identical_when_drawn_from_their_tables():
     runs = {name: Run.open(RECORDED / "tables" / name) for name in DRAFTERS}
-    figures = draw_all(runs)
-    assert tuple(figures) == FIGURES
+    figures = record_figures(runs)
+    assert {*figures} == {path.stem for path in RECORDED.glob("*.json")}
     for name, figure in figures.items():
         assert figure_json(figure) == (RECORDED / f"{name}.json").read_text(), name
 
@@ -54,6 +54,8 @@ def test_main_job_is_quick_small_and_reuses_what_it_left(tmp_path):
     selector = first["runs"]["dflash2"]["policies"]["selector"]["acceptance_length"]["pooled"]
     top1 = first["runs"]["dflash"]["policies"]["top1"]["acceptance_length"]["pooled"]
     assert selector["value"] > top1["value"]
+    drawn = {path.stem for path in RECORDED.glob("*.json")}
+    assert {path.stem for path in (out / "figures").glob("*.html")} == drawn
     anchors = pd.concat([Run.open(out / name).anchors for name in DRAFTERS])
     assert anchors["prompt_id"].nunique() == 24
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}

@@ -23,7 +23,8 @@ from dflash2_lab.conditions import doubts, responses
 from dflash2_lab.errors import LabError
 from dflash2_lab.html_comparison import comparison_page
 from dflash2_lab.html_page import facts, page, paragraph, warning_box
-from dflash2_lab.html_report import figure_names, record_page
+from dflash2_lab.html_report import record_page
+from dflash2_lab.recording_figures import figure_names
 from dflash2_lab.replaying import replay
 from dflash2_lab.report_commands import report_page
 from dflash2_lab.tables import Run, write_run_info, write_shard

@@ -14,7 +14,7 @@ LIGHT = (
     *("errors", "schema", "tables", "blocks", "intervals", "stats", "plots", "figures"),
     *("browser", "report", "cli", "comparison", "conditions", "html_page", "html_report"),
     *("viewer", "viewer_block", "figure_manifest", "stats_headroom", "stats_attention"),
-    *("stats_paired", "stats_results", "results"),
+    *("stats_paired", "stats_results", "results", "recording_figures", "figure_commands"),
     *(f"losslessness.{name}" for name in ("statistics", "battery", "monitor", "toy")),
     *(f"losslessness.{name}" for name in ("two_sample", "sample_report", "flips")),
     *(f"losslessness.{name}" for name in ("certificate", "greedy_certificate")),
