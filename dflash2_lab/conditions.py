@@ -41,18 +41,8 @@ def conditions(run: Run) -> dict[str, Any]:
 def doubts(run: Run) -> Doubts:
     """What to know before reading a recording's numbers: repetition, off-policy traces, anchors
     left out, traces by another target, prompts of random tokens."""
-    notes = []
-    degenerate: tuple[str, ...] = ()
     traces = run.traces if run.has_table("traces") else responses(run)
-    if traces is not None:
-        table = degenerate_output(traces)
-        degenerate = tuple(sorted(set(table.loc[table["degenerate"], "prompt_id"])))
-    if degenerate:
-        shown = ", ".join(degenerate[:5]) + (", ..." if len(degenerate) > 5 else "")
-        notes.append(
-            f"degenerate_output: {len(degenerate)} of {table['prompt_id'].nunique()} prompts "
-            f"repeat themselves (few distinct 4-grams), which raises acceptance: {shown}"
-        )
+    degenerate, notes = ((), []) if traces is None else repetition(traces)
     if run.info.get("on_policy") is False:
         notes.append(
             "off-policy traces: the responses are not the target's own, so recall can be read and "
@@ -68,9 +58,28 @@ def doubts(run: Run) -> Doubts:
                 f"the traces were made by a target of {key} {traced.get(key)}, recorded with "
                 f"{target.get(key)}"
             )
-    names = sorted(map(str, run.anchors["dataset"].unique()))
-    notes += [f"dataset {dataset_label(name)}" for name in names if is_random(name)]
+    notes += random_notes(run.anchors["dataset"])
     return Doubts(degenerate, tuple(notes))
+
+
+def repetition(traces: pd.DataFrame) -> tuple[tuple[str, ...], list[str]]:
+    """Prompts with a response that repeats itself, and a warning where there are some."""
+    table = degenerate_output(traces)
+    degenerate = tuple(sorted(set(table.loc[table["degenerate"], "prompt_id"])))
+    if not degenerate:
+        return degenerate, []
+    shown = ", ".join(degenerate[:5]) + (", ..." if len(degenerate) > 5 else "")
+    note = (
+        f"degenerate_output: {len(degenerate)} of {table['prompt_id'].nunique()} prompts "
+        f"repeat themselves (few distinct 4-grams), which raises acceptance: {shown}"
+    )
+    return degenerate, [note]
+
+
+def random_notes(datasets: pd.Series) -> list[str]:
+    """A warning for each dataset of random tokens."""
+    names = sorted(map(str, datasets.unique()))
+    return [f"dataset {dataset_label(name)}" for name in names if is_random(name)]
 
 
 def is_random(dataset: str) -> bool:

@@ -75,6 +75,7 @@ th.key, td.key { text-align: left; }
 .facts td + td { font-family: ui-monospace, monospace; font-size: 13px; }
 .interval { white-space: nowrap; }
 pre { overflow-x: auto; font: clamp(7px, 1.5vw, 13px)/1.4 ui-monospace, monospace; }
+pre.quoted { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 figure { margin: 20px 0 28px; }
 %(sheet)s
 @media (max-width: 650px) { body { font-size: 13px; } table { font-size: 12px; }
@@ -161,6 +162,11 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
+def quoted(text: str) -> str:
+    """Text as somebody or something wrote it, its line ends kept and long lines broken."""
+    return f'<pre class="quoted">{escape(text)}</pre>'
+
+
 def figure_block(name: str, figure: "Figure") -> str:
     """A figure with its caption, which is also what a screen reader says."""
     plain = figure.to_plotly_json()["layout"]
@@ -180,7 +186,7 @@ def facts(values: Mapping[str, Any]) -> str:
     return f'<table class="facts">\n{rows}\n</table>'
 
 
-def provenance(info: Mapping[str, Any]) -> str:
+def provenance(info: Mapping[str, Any], of: str = "") -> str:
     """The section on how a run was made: all of its run.json, the command and the code first."""
     made = dict(info.get("environment", {}))
     command = made.pop("command", None)
@@ -189,7 +195,7 @@ def provenance(info: Mapping[str, Any]) -> str:
         **{name: made.pop(name, None) for name in ("date", "git", "device")},
     }
     rest = {key: info[key] for key in sorted(info) if key not in ("environment", "complete")}
-    return section("Provenance", facts(first | rest | {"environment": made}))
+    return section(f"Provenance{of}", facts(first | rest | {"environment": made}))
 
 
 def page(

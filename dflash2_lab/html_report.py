@@ -19,7 +19,7 @@ from dflash2_lab.html_page import (
 )
 from dflash2_lab.recording_figures import record_figures, why_not_replayable
 from dflash2_lab.report import RECALL_KS, summarise, summarise_unary
-from dflash2_lab.tables import Run
+from dflash2_lab.tables import Run, assert_comparable
 
 HOW_TO_READ = (
     "Acceptance length is the number of tokens that leave a verify step, the bonus token counted: "
@@ -43,26 +43,53 @@ def record_page(run: Run) -> str:
     Acceptance is left out, with a warning, where it cannot be replayed (off-policy traces, anchors
     left out). Raises LabError for tables that are missing or cannot be read.
     """
-    summary = summarise_unary(run) if why_not_replayable(run) else summarise(run)
+    summary = _summary(run)
     figures = record_figures({str(summary["drafter"]): run})
-    found = summary["conditions"]
-    about = (
-        f"{found['num_prompts']:,} prompts, {found['num_blocks']:,} blocks of "
-        f"{found['drafter']['num_draft']} drafts, T = {run.temperature:g}, "
-        f"target {found['target']['name']} ({found['target']['dtype'] or 'dtype not recorded'}), "
-        f"{dataset_words(found['datasets'])}"
-    )
     body = [
         warning_box(summary["warnings"]),
         *_acceptance(summary),
         section("Figures", *(figure_block(name, figure) for name, figure in figures.items())),
-        section("By slot", _slots(summary).to_html(), _decay(summary)),
-        *_attention(summary),
+        *_series(summary),
         section("How to read this page", *map(paragraph, HOW_TO_READ)),
         provenance(run.info),
     ]
     title = f"{summary['drafter']} on {summary['target'] or 'its target'}"
-    return page(title, about, body, figures)
+    return page(title, _about(summary), body, figures)
+
+
+def main_job_page(run: Run) -> str:
+    """The page of a folder of the main job: all of its recordings in the same figures.
+
+    Raises LabError as `record_page`, for each of its recordings.
+    """
+    runs = {name: Run.open(run.folder / name, "record") for name in run.info["runs"]}
+    summaries = {name: _summary(one) for name, one in runs.items()}
+    figures = record_figures(runs)
+    notes = [f"{name}: {note}" for name, s in summaries.items() for note in s["warnings"]]
+    body = [
+        warning_box([*assert_comparable(runs), *notes]),
+        *(part for name, s in summaries.items() for part in _acceptance(s, f", {name}")),
+        section("Figures", *(figure_block(name, figure) for name, figure in figures.items())),
+        *(part for name, s in summaries.items() for part in _series(s, f", {name}")),
+        section("How to read this page", *map(paragraph, HOW_TO_READ)),
+        *(provenance(one.info, f", {name}") for name, one in runs.items()),
+    ]
+    title = f"The main job: {', '.join(runs)}"
+    return page(title, _about(next(iter(summaries.values()))), body, figures)
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    return summarise_unary(run) if why_not_replayable(run) else summarise(run)
+
+
+def _about(summary: Mapping[str, Any]) -> str:
+    found = summary["conditions"]
+    return (
+        f"{found['num_prompts']:,} prompts, {found['num_blocks']:,} blocks of "
+        f"{found['drafter']['num_draft']} drafts, T = {summary['temperature']:g}, "
+        f"target {found['target']['name']} ({found['target']['dtype'] or 'dtype not recorded'}), "
+        f"{dataset_words(found['datasets'])}"
+    )
 
 
 def dataset_words(datasets: Mapping[str, int]) -> str:
@@ -85,7 +112,7 @@ def plain_text(value: float | None, digits: int = 3, scale: float = 1.0, unit: s
     return "-" if value is None else f"{value * scale:.{digits}f}{unit}"
 
 
-def _acceptance(summary: Mapping[str, Any]) -> list[str]:
+def _acceptance(summary: Mapping[str, Any], of: str = "") -> list[str]:
     policies = summary.get("policies", {})
     if not policies:
         return []
@@ -108,8 +135,12 @@ def _acceptance(summary: Mapping[str, Any]) -> list[str]:
     )
     tables = [Table(header, rows).to_html(), paragraph(note)]
     return [
-        section("Acceptance length", *tables),
-        section("Acceptance length by dataset", _datasets(summary).to_html(), _repetition(summary)),
+        section(f"Acceptance length{of}", *tables),
+        section(
+            f"Acceptance length by dataset{of}",
+            _datasets(summary).to_html(),
+            _repetition(summary),
+        ),
     ]
 
 
@@ -166,7 +197,13 @@ def _decay(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _attention(summary: Mapping[str, Any]) -> list[str]:
+def _series(summary: Mapping[str, Any], of: str = "") -> list[str]:
+    """What there is by slot and by layer."""
+    slots = section(f"By slot{of}", _slots(summary).to_html(), _decay(summary))
+    return [slots, *_attention(summary, of)]
+
+
+def _attention(summary: Mapping[str, Any], of: str) -> list[str]:
     policies = summary.get("policies", {})
     unary = next(iter(policies.values())) if policies else summary["unary"]
     shares: Sequence[float | None] = unary["within_block_share"]
@@ -182,4 +219,4 @@ def _attention(summary: Mapping[str, Any]) -> list[str]:
         "and slots, beside what uniform attention over the visible keys would give."
     )
     table = Table(["layer", "within block", "uniform"], rows)
-    return [section("Attention by layer", table.to_html(), paragraph(note))]
+    return [section(f"Attention by layer{of}", table.to_html(), paragraph(note))]

@@ -1,7 +1,7 @@
-"""Runs that are no recordings as pages: decodes, benchmarks, certificates, the battery's score."""
+"""Runs that are no recordings as pages: decodes, training, benchmarks, the monitor's paths."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import json
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,13 @@ from dflash2_lab.conditions import dataset_label
 from dflash2_lab.errors import LabError
 from dflash2_lab.html_page import (
     Table,
+    facts,
     figure_block,
     page,
     paragraph,
     preformatted,
     provenance,
     section,
-    warning_box,
 )
 from dflash2_lab.html_report import HOW_TO_READ, interval_text, plain_text
 from dflash2_lab.intervals import Estimate, cluster_estimates, sum_by
@@ -27,48 +27,81 @@ from dflash2_lab.report import estimate_json
 from dflash2_lab.results import read_results
 from dflash2_lab.tables import Run
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-_TEXTS = {"bench": "table.txt", "verify-decode": "certificate.txt"}
-_FIGURES = {
-    "cycle": "cycle_breakdown",
-    "throughput": "throughput_by_concurrency",
-    "verify-mutants": "tokens_to_detection",
-    "monitor-paths": "monitor_path",
-}
-_TITLES = {
-    "verify-decode": "Losslessness certificate",
-    "verify-mutants": "Losslessness: the battery's score",
-    "monitor-paths": "Losslessness: the monitor's paths",
-}
-KINDS = ("decode", "bench", *_TITLES)
+REPORTS = 20  # of a training run
+_FIGURES = {"cycle": "cycle_breakdown", "throughput": "throughput_by_concurrency"}
 
 
-def results_page(folder: Path) -> str:
-    """The page of a benchmark, a certificate, the battery's score or the monitor's paths.
+def bench_page(run: Run) -> str:
+    """The page of a benchmark: its printed table, and its figure where there is one."""
+    what, path = str(run.info["bench"]), run.folder / "table.txt"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path}: cannot be read ({error}), expected beside its run.json") from error
+    table = section("Result", preformatted(text))
+    return _drawn(run, f"Benchmark: {what}", _FIGURES.get(what), [table])
 
-    Raises:
-        LabError: another kind of run, or a file that is missing or malformed.
-    """
-    info = Run.open(folder).info
-    kind = str(info.get("kind"))
-    what = str(info.get("bench", kind))
-    figures: dict[str, Figure] = {}
-    if what in _FIGURES:
-        name = _FIGURES[what]
-        figures[name] = getattr(plots, name)({folder.resolve().name: read_results(folder, kind)})
-    text = _text(folder, kind)
-    failed = info.get("passed") is False or info.get("verdict") == "faulty"
+
+def monitor_page(run: Run) -> str:
+    """The page of the monitor's paths."""
+    return _drawn(run, "Losslessness: the monitor's paths", "monitor_path", [])
+
+
+def _drawn(run: Run, title: str, figure: str | None, body: list[str]) -> str:
+    info, figures = run.info, {}
+    if figure is not None:
+        name = run.folder.resolve().name
+        figures[figure] = getattr(plots, figure)({name: read_results(run.folder)})
+        body.append(section("Figures", figure_block(figure, figures[figure])))
+    target, made = info.get("target", {}).get("name"), info.get("environment", {})
+    about = " on ".join(str(word) for word in (target, made.get("device")) if word)
+    return page(title, about, [*body, provenance(info)], figures)
+
+
+def train_page(run: Run) -> str:
+    """The page of a training run: losses and recall of its reports, at most `REPORTS` of them."""
+    path = run.folder / "train.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        reports = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path}: cannot be read ({error}), expected beside its run.json") from error
+    if not reports:
+        raise LabError(f"{path}: found no report, expected one a line")
+    info, last, num = run.info, reports[-1], min(REPORTS, len(reports))
+    shown = [reports[(n + 1) * len(reports) // num - 1] for n in range(num)]
+    losses = [name for name in ("backbone", "selector") if name in last]
+    recalls = [name for name in last if name.startswith(("recall@", "selector_accuracy"))]
+    rows = [
+        [
+            f"{report['step']:,}",
+            *(plain_text(report[name]) for name in losses),
+            *(plain_text(report[name][0]) for name in recalls),
+            *(plain_text(report[name], 2) for name in ("grad_norm", "steps_per_second")),
+        ]
+        for report in shown
+    ]
+    words = [name.replace("_", " ") for name in recalls]
+    header = ["step", *(f"{name} loss" for name in losses), *(f"{w}, slot 1" for w in words)]
+    slots = [
+        [str(slot + 1), *(plain_text(last[name][slot]) for name in recalls)]
+        for slot in range(len(last[recalls[0]]))
+    ]
     body = [
-        warning_box(["this check did NOT pass"] if failed else []),
-        section("Result", preformatted(text)) if text else "",
-        section("Figures", *(figure_block(n, f) for n, f in figures.items())) if figures else "",
+        section("At the end, by slot", Table(["slot", *words], slots).to_html()),
+        section(
+            "Reports",
+            Table([*header, "gradient norm", "steps/s"], rows).to_html(),
+            paragraph(
+                f"{num} of {len(reports)} reports. Losses are of the batch of that step; recall is "
+                "over the sequences held out, at every slot by itself (marginal)."
+            ),
+        ),
         provenance(info),
     ]
-    made, target = info.get("environment", {}), info.get("target", {}).get("name")
-    about = " on ".join(str(word) for word in (target, made.get("device")) if word)
-    return page(_TITLES.get(kind, f"Benchmark: {what}"), about, body, figures)
+    device, target = info["environment"]["device"], info["target"]["name"]
+    about = f"{last['step']:,} of {info['config']['steps']:,} steps, target {target}, on {device}"
+    return page(f"Training of a drafter for {target}", about, body)
 
 
 def decode_page(run: Run) -> str:
@@ -78,8 +111,10 @@ def decode_page(run: Run) -> str:
     first "/".
     """
     steps, info = run.steps, run.info
+    if info["drafter"] is None:
+        return _plain_decode(run)
     if steps.empty:
-        raise LabError("table 'steps': found no verify step, expected some: was there a drafter?")
+        raise LabError("table 'steps': found no verify step: every response is its first token")
     groups = steps["prompt_id"].map(lambda name: name.partition("/")[0] if "/" in name else "all")
     rows = [
         [dataset_label(str(name)), *_length_cells(part)]
@@ -114,6 +149,13 @@ def decode_page(run: Run) -> str:
     return page(f"Decode with {info['drafter']['name']}", about, body)
 
 
+def _plain_decode(run: Run) -> str:
+    info, names = run.info, ("num_prompts", "num_requests", "num_tokens", "tokens_per_second")
+    about = f"T = {run.temperature:g}, {info['engine']} engine, target {info['target']['name']}"
+    body = [section("Result", facts({name: info[name] for name in names})), provenance(info)]
+    return page("Decode without a drafter", about, body)
+
+
 def _length_cells(steps: pd.DataFrame) -> list[str]:
     uncut = steps["terminal"] == ""
     parts: dict[str, Any] = {"tokens": steps["num_emitted"], "steps": 1}
@@ -136,17 +178,3 @@ def _survival(steps: pd.DataFrame, num_draft: int) -> tuple[Estimate, ...]:
     accepted = offered & (steps["num_accepted"].to_numpy()[:, None] >= slot)
     sums = [sum_by(cluster, part, len(prompts)) for part in (accepted, offered)]
     return cluster_estimates(*sums)
-
-
-def _text(folder: Path, kind: str) -> str:
-    if kind == "verify-mutants":
-        from dflash2_lab.losslessness.sample_report import mutation_text
-
-        return mutation_text(read_results(folder, kind).values)
-    if kind not in _TEXTS:
-        return ""
-    path = folder / _TEXTS[kind]
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise LabError(f"{path}: cannot be read ({error}), expected beside its run.json") from error

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dflash2_lab.target import Target
 
 DEFAULT_PROMPTS = "default"
+OWN_DATASET = "self"  # written by the target itself: no text of anybody else
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def synthesize_prompts(
                 kept.setdefault(" ".join(text.lower().split()), text)
         made += batch_size
     texts = list(kept.values())[:num]
-    return [Prompt(f"self/{i:03d}", (text,), "self") for i, text in enumerate(texts)]
+    return [Prompt(f"self/{i:03d}", (text,), OWN_DATASET) for i, text in enumerate(texts)]
 
 
 def user_prefix(target: Target) -> list[int]:

@@ -8,7 +8,10 @@ from pathlib import Path
 def add_report_options(command: argparse.ArgumentParser) -> None:
     """Of `report`."""
     command.add_argument(
-        "folder", type=Path, metavar="RUN", help="a record, decode, bench or verify run"
+        "folder",
+        type=Path,
+        metavar="RUN",
+        help="any run folder: trace, record, decode, train, bench, verify, reproduce",
     )
     command.add_argument(
         "--out", type=Path, default=None, metavar="FILE", help="default: report.html in RUN"

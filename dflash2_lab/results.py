@@ -1,4 +1,4 @@
-"""Results that are no recordings: benchmarks, the battery's score, the monitor's paths.
+"""Results that are no recordings: benchmarks, checks, the battery's score, the monitor's paths.
 
 Such a run is a folder with run.json and one file; its kind says which file and how to read it.
 """
@@ -72,6 +72,9 @@ def _json(path: Path) -> Any:
 _READERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "bench": ("bench.json", _json),
     "verify-decode": ("certificate.json", _json),
-    "verify-mutants": ("verify.json", _json),
+    **{
+        f"verify-{what}": ("verify.json", _json)
+        for what in ("samples", "against", "enumeration", "mutants", "replay")
+    },
     MONITOR_KIND: (MONITOR_TABLE, pd.read_parquet),
 }

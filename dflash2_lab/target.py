@@ -124,6 +124,22 @@ def load_target(
     return wrap_target(model, tokenizer, str(name), _identity(folder, str(name), dtype, model))
 
 
+def local_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target that is on this machine; nothing is downloaded.
+
+    Raises:
+        LabError: it is not here, or cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = _resolve(name, local=True)
+    with quiet_transformers():
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise LabError(f"target {name}: no readable tokenizer in {folder}: {error}") from error
+
+
 def wrap_target(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -243,8 +259,8 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _resolve(name: str) -> Path:
-    """Local folder of a target's checkpoint."""
+def _resolve(name: str, local: bool = False) -> Path:
+    """Local folder of a target's checkpoint; `local`: one that needs no download."""
     if name == DEFAULT_TARGET:
         with quiet_transformers():
             return converted_folder(packaged_smollm2())
@@ -261,20 +277,19 @@ def _resolve(name: str) -> Path:
             f"target {name}: neither {DEFAULT_TARGET}, nor a folder, nor a .gguf file, "
             "nor a hub id (owner/name)"
         )
-    return _snapshot(name)
+    return _snapshot(name, local)
 
 
-def _snapshot(hub_id: str) -> Path:
+def _snapshot(hub_id: str, local: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=local))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise LabError(
-            f"target {hub_id}: no such folder, and the hub did not give it: {error}"
-        ) from error
+        why = "it is not in the hub's cache" if local else f"the hub did not give it: {error}"
+        raise LabError(f"target {hub_id}: no such folder, and {why}") from error
 
 
 def _load_checkpoint(

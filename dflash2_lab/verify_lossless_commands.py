@@ -151,7 +151,7 @@ def _enumeration(arguments: argparse.Namespace) -> Result:
         "gate": GATE,
         "rows": [row._asdict() | {"passed": row.passed} for row in rows],
     }
-    return _finish(arguments, info, result, enumeration_text(rows, GATE))
+    return _finish(arguments, info, result, enumeration_text(result))
 
 
 def _mutation_score(arguments: argparse.Namespace) -> Result:

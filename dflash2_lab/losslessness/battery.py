@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -192,11 +193,15 @@ def component_tests(drafted: Drafted, noise: np.random.Generator) -> dict[str, f
 
 def holm(p_values: Mapping[str, float], alpha: float) -> list[str]:
     """Names rejected by Holm's step-down at family-wise level alpha, smallest p-value first."""
+    levels = holm_levels(p_values, alpha)
+    return list(takewhile(lambda name: not p_values[name] > levels[name], levels))
+
+
+def holm_levels(p_values: Mapping[str, float], alpha: float) -> dict[str, float]:
+    """What Holm holds each p-value against, smallest p-value first: alpha over the number of those
+    that are not smaller. It rejects up to the first that is above its level."""
     ranked = sorted(p_values, key=p_values.get)
-    for done, name in enumerate(ranked):
-        if p_values[name] > alpha / (len(ranked) - done):
-            return ranked[:done]
-    return ranked
+    return {name: alpha / (len(ranked) - done) for done, name in enumerate(ranked)}
 
 
 def smallest_tv(num_tokens: int, alpha: float, power: float = 0.99) -> float:

@@ -131,13 +131,13 @@ def page(certificate: Certificate) -> str:
     )
     facts["versions"] = _versions(certificate.environment)
     if certificate.mutation is not None:
-        facts["tests catch"] = _mutation(certificate.mutation)
+        facts["tests catch"] = mutation_words(certificate.mutation)
     for name, text in facts.items():
         lines += textwrap.wrap(text, 88, initial_indent=f"{name:13s}", subsequent_indent=" " * 13)
     lines.append("")
     for arm in certificate.arms:
         lines += _arm(arm)
-    return "\n".join([*lines, *_meaning(certificate)]) + "\n"
+    return "\n".join([*lines, *textwrap.wrap(meaning(as_json(certificate)), 88)]) + "\n"
 
 
 def _versions(environment: Mapping[str, Any]) -> str:
@@ -147,7 +147,8 @@ def _versions(environment: Mapping[str, Any]) -> str:
     return f"{', '.join(known)}; commit {commit[:12]}; {environment['device']}"
 
 
-def _mutation(score: Mapping[str, Any]) -> str:
+def mutation_words(score: Mapping[str, Any]) -> str:
+    """The mutation score of the toy, as in "36 of 36 broken decoders of the toy, ..."."""
     controls = score["controls_passed"] + score["false_alarms"]
     return (
         f"{score['killed']} of {score['total']} broken decoders of the toy, "
@@ -185,22 +186,23 @@ def _arm(arm: ArmResult) -> Sequence[str]:
     return [*lines, ""]
 
 
-def _meaning(certificate: Certificate) -> Sequence[str]:
-    if not certificate.passed:
-        faulty = sorted({name for arm in certificate.arms for name in _faults(arm)})
-        return [
-            f"The decode is not the target's: {', '.join(faulty)}. A right decoder fails a run",
-            f"with probability at most {certificate.budget.alpha:g}.",
-        ]
-    return [
-        "Shown: all gates hold on every step of this run, and no test of the emitted tokens or of",
+def meaning(found: Mapping[str, Any]) -> str:
+    """What a certificate shows and what it does not, in words; `found` is as of `as_json`."""
+    if not found["passed"]:
+        faulty = sorted({name for arm in found["arms"] for name in _faults(arm)})
+        return (
+            f"The decode is not the target's: {', '.join(faulty)}. A right decoder fails a run "
+            f"with probability at most {found['budget']['alpha']:g}."
+        )
+    return (
+        "Shown: all gates hold on every step of this run, and no test of the emitted tokens or of "
         "the stages rejects the target's law. A shift into one known cell of "
-        f"{certificate.smallest_tv:.3f} a token",
-        "would have been seen with probability 0.99. Not shown: that there are no smaller or rarer",
-        "shifts, nor anything about other prompts, settings or machines.",
-    ]
+        f"{found['smallest_tv']:.3f} a token would have been seen with probability 0.99. Not "
+        "shown: that there are no smaller or rarer shifts, nor anything about other prompts, "
+        "settings or machines."
+    )
 
 
-def _faults(arm: ArmResult) -> set[str]:
-    found = {check.name for check in arm.checks if not check.passed} | set(arm.rejected)
-    return found | ({"monitor"} if arm.stopped is not None else set())
+def _faults(arm: Mapping[str, Any]) -> set[str]:
+    found = {check["name"] for check in arm["checks"] if not check["passed"]} | {*arm["rejected"]}
+    return found | ({"monitor"} if arm["stopped"] is not None else set())

@@ -131,6 +131,7 @@ def as_json(certificate: GreedyCertificate) -> dict[str, Any]:
     found |= {
         "checks": _checks(certificate.checks),
         "passed": certificate.passed,
+        "failed": list(certificate.failed),
         "verdict": certificate.verdict,
         "worst_argmax_gap": asdict(certificate.worst),
     }
@@ -156,7 +157,8 @@ def page(certificate: GreedyCertificate) -> str:
             f" at prompt {worst.prompt_id}, position {worst.position}: token {worst.token}, best "
             f"{worst.best_token}"
         )
-    return "\n".join([*lines, "", *_meaning(certificate)]) + "\n"
+    lines += ["", *textwrap.wrap(meaning(as_json(certificate)), WIDTH, break_on_hyphens=False)]
+    return "\n".join(lines) + "\n"
 
 
 def _noise(certificate: GreedyCertificate) -> Sequence[str]:
@@ -191,24 +193,21 @@ def _arm(arm: GreedyArm) -> Sequence[str]:
     ]
 
 
-def _meaning(certificate: GreedyCertificate) -> Sequence[str]:
-    part = certificate.configuration["float64"]
-    if not certificate.passed:
-        return _wrapped(
-            f"The decode is not the target's greedy one: {', '.join(certificate.failed)}. A "
-            "mismatch that the control does not allow is a bug of the logic, not of rounding."
+def meaning(found: Mapping[str, Any]) -> str:
+    """What a greedy certificate shows and what it does not; `found` is as of `as_json`."""
+    part = found["configuration"]["float64"]
+    if not found["passed"]:
+        return (
+            f"The decode is not the target's greedy one: {', '.join(found['failed'])}. A mismatch "
+            "that the control does not allow is a bug of the logic, not of rounding."
         )
     shown = "every token is the one that the target gives alone, token by token"
-    if certificate.verdict == "tie-level":
+    if found["verdict"] == "tie-level":
         shown = "tokens differ from the target's own only by ties inside its noise band"
-    steady = "the same" if certificate.acceptance_deterministic else "NOT the same"
-    return _wrapped(
+    steady = "the same" if found["acceptance_deterministic"] else "NOT the same"
+    return (
         f"Shown: {shown}, and what ran in float64 ({part}) is plain greedy decoding. Accepted "
         f"counts of repeated runs are {steady}. Not shown: that outside that part no fault moves "
         "choices inside the band as rarely as rounding does, nor anything about other prompts, "
         "settings or machines."
     )
-
-
-def _wrapped(text: str) -> Sequence[str]:
-    return textwrap.wrap(text, WIDTH, break_on_hyphens=False)

@@ -74,15 +74,15 @@ def _sampled(part: Mapping[str, Any], dtype: str) -> list[str]:
         f"T > 0: {part['num_samples']} samples, {part['num_tokens']} tokens, {laws}",
         table,
         *(["\n".join(lines)] if lines else []),
-        _meaning(part),
+        _wrapped(meaning(part)),
     ]
 
 
-def _meaning(part: Mapping[str, Any]) -> str:
-    """What was and what was not shown."""
+def meaning(part: Mapping[str, Any]) -> str:
+    """What the tests of sampled tokens show and what they do not, in words."""
     alpha, n = part["alpha"], part["num_tokens"]
     if part["rejected"]:
-        return _wrapped(
+        return (
             f"rejected: {', '.join(part['rejected'])} (Holm at {alpha:g}, the chance of that if "
             "they do have the law). The tokens do not have the law "
             "of this target under these options. The engine's decoding can be at fault, and so can "
@@ -101,7 +101,7 @@ def _meaning(part: Mapping[str, Any]) -> str:
             f" Level {part['level']} asks for {part['level_tokens']:,} tokens, which could show "
             f"{_number(enough)}."
         )
-    return _wrapped(text)
+    return text
 
 
 def _greedy(part: Mapping[str, Any], dtype: str) -> list[str]:
@@ -172,20 +172,21 @@ def comparison_text(result: Mapping[str, Any]) -> str:
     )
 
 
-def enumeration_text(rows: Sequence[Any], gate: float) -> str:
+def enumeration_text(result: Mapping[str, Any]) -> str:
     """The enumeration suite for people: its worst configuration of each policy and rule."""
+    rows = result["rows"]
     groups: dict[tuple[str, str], list[Any]] = {}
     for row in rows:
-        groups.setdefault((row.policy, row.acceptance), []).append(row)
-    table = [
-        [policy, rule, str(sum(row.num_paths for row in own)),
-         _number(max(row.total_variation for row in own)), _number(max(row.worst for row in own)),
-         max(own, key=lambda row: row.worst).case]
-        for (policy, rule), own in groups.items()
-    ]  # fmt: skip
+        groups.setdefault((row["policy"], row["acceptance"]), []).append(row)
+    table = []
+    for (policy, rule), own in groups.items():
+        worst = max(own, key=lambda row: row["worst"])
+        largest = max(row["total_variation"] for row in own)
+        num = str(sum(row["num_paths"] for row in own))
+        table.append([policy, rule, num, _number(largest), _number(worst["worst"]), worst["case"]])
     header = ["policy", "acceptance", "branches", "largest TV", "worst", "worst case"]
-    failed = sum(not row.passed for row in rows)
-    branches = sum(row.num_paths for row in rows)
+    failed = sum(not row["passed"] for row in rows)
+    branches = sum(row["num_paths"] for row in rows)
     verdict = f"{failed} of {len(rows)} configurations FAIL" if failed else "exact"
     return "\n\n".join(
         [
@@ -194,7 +195,7 @@ def enumeration_text(rows: Sequence[Any], gate: float) -> str:
             text_table(header, table, keys=2),
             "TV: total variation of the law of two blocks of tokens from the target's; worst: of "
             "any\nconditional law, too; no more than "
-            f"{gate:g} passes",
+            f"{result['gate']:g} passes",
             f"verdict: {verdict}",
         ]
     )

@@ -1,8 +1,8 @@
 """The training loop: frozen target, features on the fly, bf16 working weights with fp32 masters.
 
 A run folder holds `train.jsonl` (one line a report), `checkpoint.pt` (masters, optimizer, step) and
-at the end the drafter in the published layout. A killed run goes on from its last checkpoint with
-the batches that an unbroken run would have seen.
+at the end the drafter in the published layout and run.json. A killed run goes on from its last
+checkpoint with the batches that an unbroken run would have seen.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ from dflash2_lab.models.config import to_zlab
 from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.models.layers import embed_rows
-from dflash2_lab.tables import RUN_INFO_FILE, write_atomic
+from dflash2_lab.provenance import environment
+from dflash2_lab.tables import RUN_INFO_FILE, read_run_info, write_atomic, write_run_info
 from dflash2_lab.target import Target, features
 from dflash2_lab.training.data import Batch, Corpus, batches, make_batch, prefetch
 from dflash2_lab.training.losses import backbone_loss, selector_loss, slot_weights
@@ -86,7 +87,7 @@ def train(
     that is not finite.
     """
     _check_trainable(target, drafter)
-    if (out / RUN_INFO_FILE).is_file():
+    if (out / RUN_INFO_FILE).is_file() and read_run_info(out).get("kind") != "train":
         raise LabError(f"{out}: holds a run of tables; choose another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -159,6 +160,8 @@ def train(
             _checkpoint(out / "checkpoint.pt", run, masters, optimizer, step + 1)
     drafter.eval()
     save_drafter(drafter, out / "drafter")
+    made = {"target": dict(target.identity), "environment": environment(target.device)}
+    write_run_info(out, {"kind": "train", "complete": True} | run | made)
     return json.loads(log_path.read_text().splitlines()[-1])
 
 
