@@ -11,7 +11,8 @@ from dflash2_lab.losslessness.sample_report import LOOKS
 from dflash2_lab.results import read_results
 from dflash2_lab.tables import Run
 
-STAGES = {
+TIERS = {"pit": "the tests of tokens", "component": "those of stages", "monitor": "the monitor"}
+STAGES = {  # tests that need a drafter, as `sample_report.LOOKS`
     "slots": "place of the token in its block",
     "ad_drafter": "place of the token in the law, by the drafter's preference",
     "drafter_score": "tokens that the drafter prefers, against their expected number",
@@ -44,11 +45,12 @@ def certificate_page(run: Run) -> str:
     kind = "eps" if "eps" in found else "mutants" if "mutants" in found else "arms"
     title, words, sections = kinds[kind](found)
     about = head(found["configuration"], "target", "drafter", "policy", "engine", "sampling")
+    spent = f"It took {found['seconds']:.0f} s."
     return checked_page(run, f"{title}: {'passed' if found['passed'] else 'FAILED'}", about, [
         warning_box([] if found["passed"] else [NOT_PASSED]),
         section("Verdict", *map(paragraph, words)),
         *sections,
-        section("What was run", facts(found["configuration"] | {"seconds": found["seconds"]})),
+        section("What was run", facts(found["configuration"]), paragraph(spent)),
     ])  # fmt: skip
 
 
@@ -64,11 +66,13 @@ def _sampled(found: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
         for law, arms in groups.items()
         for name, table in (("Gates", _arm_gates), ("Tests", _arm_tests), ("Size", _sizes))
     ]
-    levels = {name: budget.level(name) for name in ("pit", "component", "monitor")}
-    split = {"alpha of the whole run": budget.alpha, "level of a family": levels}
-    split["smallest total variation that could have been seen"] = found["smallest_tv"]
+    split = {"alpha of the whole run": short(budget.alpha)}
+    for tier, family in TIERS.items():
+        split[f"level of {family}"] = short(budget.level(tier))
+    split["smallest total variation that could have been seen"] = short(found["smallest_tv"])
+    looks = Table(["test", "looks at"], [*map(list, (LOOKS | STAGES).items())], keys=2)
     return "Losslessness certificate", words, [
-        *tables, section("Levels", paragraph(GATES), facts(split))
+        *tables, section("Levels", paragraph(GATES), facts(split), looks.to_html())
     ]  # fmt: skip
 
 
@@ -92,15 +96,15 @@ def _arm_tests(arms: Sequence[Mapping[str, Any]], budget: Budget) -> str:
         for arm in arms
     ]
     rows = []
-    for name in dict.fromkeys(name for level in levels for name in level):
-        row = [name, LOOKS.get(name, STAGES.get(name, ""))]
+    for name in LOOKS | STAGES:
+        row = [name]
         for arm, level in zip(arms, levels, strict=True):
             p = (arm["pit"] | arm["component"]).get(name)
             mark = " REJECTED" if name in arm["rejected"] else ""
             row += ["-", "-"] if p is None else [short(p) + mark, short(level[name])]
-        rows.append(row)
+        rows += [row] if {*row[1:]} != {"-"} else []
     heads = [word for arm in _arms(arms) for word in (f"p, {arm}", "Holm level")]
-    return Table(["test", "looks at", *heads], rows, keys=2).to_html()
+    return Table(["test", *heads], rows).to_html()
 
 
 def _sizes(arms: Sequence[Mapping[str, Any]], _budget: Budget) -> str:

@@ -93,11 +93,12 @@ def _audit_tests(part: Mapping[str, Any]) -> str:
     rows = [
         [
             name,
-            sample_report.LOOKS[name],
-            short(p) + (" REJECTED" if name in part["rejected"] else ""),
+            looks,
+            short(part["p_values"][name]) + (" REJECTED" if name in part["rejected"] else ""),
             short(levels[name]),
         ]
-        for name, p in part["p_values"].items()
+        for name, looks in sample_report.LOOKS.items()
+        if name in levels
     ]
     return Table(["test", "looks at", "p", "Holm level"], rows, keys=2).to_html()
 
