@@ -120,10 +120,12 @@ def compare(
 
 
 def read_reference(path: Path) -> dict[str, Any]:
-    """Reference values: what `replay --json` printed, with its conditions, n and intervals.
+    """Reference values with their conditions, n and intervals: what `replay --json` printed, an
+    evaluation.json of the zoo, or what `compare --json` printed, of which B is the reference.
 
     Raises:
-        LabError: no such file, no JSON object, or one without `conditions` or `policies`.
+        LabError: no such file, no JSON object, one without `conditions` or `policies`, or a
+            comparison over a part of B's prompts.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -133,12 +135,38 @@ def read_reference(path: Path) -> dict[str, Any]:
         raise LabError(f"{path}: found {type(found).__name__}, expected a JSON object")
     if "policies" not in found and "policy" in found:  # one policy's object alone
         found["policies"] = {found["policy"]: found}
+    if "differences" in found:
+        found = _compared(found, path)
     missing = [key for key in ("conditions", "policies") if not isinstance(found.get(key), dict)]
     if missing:
         raise LabError(
             f"{path}: {missing[0]} not found, expected what `dflash2-lab replay RUN --json` prints"
         )
     return found
+
+
+def _compared(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """B of a stored comparison, as reference values; n of a length is its number of prompts."""
+    side, num = found["b"], found["num_prompts"]
+    own = side["conditions"]["num_prompts"]
+    if found["paired"] and num < own:
+        raise LabError(
+            f"{path}: compared over {num} of the {own} prompts of {side['name']}, expected all of "
+            "them: give its run folder"
+        )
+    policies: dict[str, Any] = {}
+    for row in found["differences"]:
+        quantity, _, name = row["quantity"].partition(" ")
+        if quantity == "acceptance_length":
+            entry = {"value": row["b"], "interval": [row["b_low"], row["b_high"]]}
+            policy = policies.setdefault(
+                row["policy"].rpartition("/")[2], {"acceptance_length": {}, "by_dataset": {}}
+            )
+            lengths = policy["acceptance_length"]
+            if row["dataset"]:
+                lengths = policy["by_dataset"].setdefault(row["dataset"], {})
+            lengths[name] = entry | {"num": row["num_prompts"]}
+    return {"drafter": side["name"], "conditions": side["conditions"], "policies": policies}
 
 
 def sections(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -214,7 +242,9 @@ def _differing(
         notes.append(f"the drafters ran in other precisions: {dtypes}")
     if _weights(a) != _weights(b):
         notes.append("the targets have other weights: another revision, quantisation or model")
-    if a["prompt_set_hash"] == b["prompt_set_hash"] and a["token_hash"] != b["token_hash"]:
+    tokens = a["token_hash"], b["token_hash"]
+    same_prompts = a["prompt_set_hash"] == b["prompt_set_hash"]
+    if same_prompts and None not in tokens and tokens[0] != tokens[1]:
         notes.append("the traces differ: other responses to the same prompts")
     if a["datasets"].keys() != b["datasets"].keys():
         sets = " and ".join(", ".join(side["datasets"]) for side in found)
@@ -283,7 +313,11 @@ def _with_reference(
     table["num_prompts"] = float(num)
     called = names or (f"reference {reference.get('drafter')}", str(measured["drafter"]))
     notes = [*_differing(called, both), *measured["warnings"]]
-    if both[0]["drafter"].get("weights_hash") != both[1]["drafter"].get("weights_hash"):
+    drafters = [side["drafter"] for side in both]
+    # the hash is of the weights in their precision, so that across precisions only the name tells
+    same_dtype = drafters[0].get("dtype") == drafters[1].get("dtype")
+    key = "weights_hash" if same_dtype else "name"
+    if drafters[0].get(key) != drafters[1].get(key):
         notes.append("the reference values are of another drafter")
     return Comparison(called, both, table.reset_index(drop=True), tuple(notes), num, False)
 

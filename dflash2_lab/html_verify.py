@@ -71,7 +71,7 @@ def printed_page(run: Run) -> str:
         section("Result", preformatted("\n\n".join(parts))),
     ]
     made = run.info.get("environment", {})
-    about = ", ".join(head(part, "acceptance", "device") for part in (run.info, made))
+    about = head({**made, **run.info}, "acceptance", "device")
     return checked_page(run, f"{PRINTED[kind]}: {found['verdict']}", about, body, figures)
 
 

@@ -21,7 +21,11 @@ def add_report_options(command: argparse.ArgumentParser) -> None:
 def add_compare_options(command: argparse.ArgumentParser) -> None:
     """Of `compare`."""
     command.add_argument(
-        "a", type=Path, metavar="RUN_A", help="a record run, or a file of `replay RUN --json`"
+        "a",
+        type=Path,
+        metavar="RUN_A",
+        help="a record run, or stored values with intervals: a file of `replay --json` or of "
+        "`compare --json` (its RUN_B), or an evaluation.json of the zoo",
     )
     command.add_argument("b", type=Path, metavar="RUN_B", help="a record run")
     command.add_argument(

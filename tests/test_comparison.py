@@ -12,9 +12,11 @@ from dflash2_lab import report
 from dflash2_lab.cli import main
 from dflash2_lab.comparison import compare, read_reference, verdict
 from dflash2_lab.errors import LabError
+from dflash2_lab.models.io import drafter_info
 from dflash2_lab.stats_paired import COLUMNS
 from dflash2_lab.tables import Run, write_run_info, write_shard
 
+ROOT = Path(__file__).resolve().parents[1]
 THINKING = [{"options": {"enable_thinking": True}, "system": None}]
 TARGET = {
     "name": "smollm2-135m",
@@ -26,7 +28,7 @@ TARGET = {
 
 def recorded(seed=0, name="dflash2", target=TARGET, **options):
     run = frames.recorded_run(name, seed=seed, **options)
-    run.info["target"] = dict(target)
+    run.info.update(target=dict(target), token_hash="of the traces")
     return run
 
 
@@ -260,6 +262,77 @@ def test_a_reference_of_other_conditions_is_a_warning(sides, reference):
     )
 
 
+def test_values_of_another_drafter_are_a_warning_and_another_precision_is_none_of_it(sides):
+    run = Run(
+        info=sides[0].info | {"drafter": dict(sides[0].info["drafter"])}, frames=sides[0].frames
+    )
+    values = report.summarise(run)
+    drafter = values["conditions"]["drafter"]
+    values["conditions"]["drafter"] = drafter | {"weights_hash": "of bf16", "dtype": "bfloat16"}
+    told = compare(values, run).warnings
+    assert any("other precisions" in note for note in told)
+    assert "the reference values are of another drafter" not in told
+    values["conditions"]["drafter"] = drafter | {"weights_hash": "of another"}
+    assert "the reference values are of another drafter" in compare(values, run).warnings
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_the_zoos_evaluation_is_a_reference_with_revision_precision_dataset_n_and_interval(name):
+    values = read_reference(ROOT / "dflash2_lab" / "zoo" / name / "evaluation.json")
+    found = values["conditions"]
+    assert (found["target"]["dtype"], found["datasets"]) == ("bfloat16", {"gsm8k": 512})
+    run = recorded(1, f"zoo:{name}")
+    compared = compare(values, run)
+    assert not compared.paired and compared.num_prompts == 5
+    row = pooled(compared, "top1")
+    stored = values["policies"]["top1"]["acceptance_length"]["pooled"]
+    assert [row.a, row.a_low, row.a_high] == [stored["value"], *stored["interval"]]
+    assert row.low < row.difference < row.high
+    assert any("target.dtype" in note for note in compared.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_the_zoos_evaluation_names_the_weights_that_are_here(name):
+    found = read_reference(ROOT / "dflash2_lab" / "zoo" / name / "evaluation.json")["conditions"]
+    target = lab.load_target("smollm2-135m", dtype="bfloat16")
+    drafter = lab.load_drafter(f"zoo:{name}", target=target, dtype="bfloat16")
+    assert found["drafter"].items() <= drafter_info(drafter).items()
+    assert found["target"]["files"].items() <= target.identity["files"].items()
+    assert found["target"]["quantisation"] == target.identity["quantisation"]
+
+
+def test_a_stored_comparison_is_a_reference_of_its_second_run(sides, tmp_path):
+    path = tmp_path / "comparison.json"
+    path.write_text(json.dumps(compare(*sides).to_dict()))
+    found = compare(read_reference(path), sides[1])
+    assert set(found.table["policy"]) == {"top1", "selector", "oracle@16"}
+    assert (found.table["difference"] == 0).all()
+    assert [note.partition(":")[0] for note in found.warnings] == ["degenerate_output"]
+    own = report.summarise(sides[1])["policies"]["selector"]["acceptance_length"]["pooled"]
+    row = pooled(found, "selector")
+    assert [row.a, row.a_low, row.a_high] == pytest.approx([own["value"], *own["interval"]])
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(found.to_dict()))
+    assert compare(read_reference(again), sides[1]).table.equals(found.table)
+
+
+def test_a_stored_comparison_keeps_its_datasets_apart(tmp_path):
+    sides = [recorded(seed, datasets=("gsm8k", "mbpp")) for seed in (1, 2)]
+    path = tmp_path / "comparison.json"
+    path.write_text(json.dumps(compare(*sides).to_dict()))
+    found = compare(read_reference(path), sides[1])
+    assert list(found.table["dataset"].unique()) == ["", "gsm8k", "mbpp"]
+    assert (found.table["difference"] == 0).all()
+
+
+def test_a_comparison_over_a_part_of_its_prompts_is_no_reference(sides, tmp_path):
+    path = tmp_path / "comparison.json"
+    path.write_text(json.dumps(compare(recorded(3, num_prompts=3), sides[1]).to_dict()))
+    with pytest.raises(LabError, match="compared over 3 of the 5 prompts"):
+        read_reference(path)
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"policies": {}}'])
 def test_a_file_without_reference_values_is_one_line(folders, tmp_path, capsys, text):
     path = tmp_path / "reference.json"
@@ -300,6 +373,6 @@ def test_the_command_takes_what_replay_printed(folders, capsys, tmp_path):
 
 
 def test_folders_of_other_kinds_are_one_line(folders, capsys):
-    bench = Path(__file__).parents[1] / "figures" / "bench" / "kernels"
+    bench = ROOT / "figures" / "bench" / "kernels"
     error = command(["compare", folders[0], bench], capsys, code=2).err
     assert "found a run of kind 'bench', expected 'record'" in error
