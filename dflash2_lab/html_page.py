@@ -72,7 +72,7 @@ th { border-bottom: 1px solid var(--ink); vertical-align: bottom; }
 td { border-bottom: 1px solid var(--grid); }
 th.key, td.key { text-align: left; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
-.facts td.key { min-width: 18em; }
+.facts td.key { min-width: 19em; }
 .facts td + td { font-family: ui-monospace, monospace; font-size: 13px; }
 .interval { white-space: nowrap; }
 pre { overflow-x: auto; font: clamp(7px, 1.5vw, 13px)/1.4 ui-monospace, monospace; }
