@@ -1,108 +1,85 @@
-"""Every command that README and docs show is one that exists, and runs on tiny models."""
+"""Every command that the project prints is one that exists, and runs: on tiny models, small."""
 
 import re
 import shlex
-from pathlib import Path
+import shutil
 
+import plotly.io
 import pytest
-from drafters import tiny_drafter
-from helpers import save_tiny
+from printed import ROOT, TEXTS, commands, make_targets, mentions, python_blocks
+from stage import build, small, stand_ins
 
-from dflash2_lab import verify_decode_commands
-from dflash2_lab.cli import main, parser
-from dflash2_lab.losslessness.verifying import Plan
-from dflash2_lab.models.io import save_drafter
+from dflash2_lab.cli import COMMANDS, main, parser
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "figures" / "README.md", *(ROOT / "docs").glob("*.md")])
-SMALL = {
-    "--limit": "2", "--max-new-tokens": "12", "--max-total": "64", "--steps": "2",
-    "--device": "cpu", "--dtype": "float32", "--level": "pr",
-}  # fmt: skip
-# Recorded before, audited from files, or measured: what these need, other tests have.
-ELSEWHERE = ("bench", "train", "replay", "figures", "report", "compare", "reproduce")
-
-
-def commands(path: Path) -> list[list[str]]:
-    """The words after `dflash2-lab` of every command in an indented block."""
-    text = re.sub(r"\\\n\s*", " ", path.read_text())
-    found = re.findall(r"^    (?:\.venv/bin/)?dflash2-lab (.*)$", text, flags=re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in found]
-
-
-EVERY = [(path.name, words) for path in PAGES for words in commands(path)]
-NAMES = [f"{name}: {' '.join(words)[:60]}" for name, words in EVERY]
-
-
-def test_the_pages_show_commands():
-    assert len(EVERY) > 25
-    assert {words[0] for _, words in EVERY} >= {"record", "replay", "decode", "verify", "bench"}
-
-
-@pytest.mark.parametrize(("page", "words"), EVERY, ids=NAMES)
-def test_a_command_in_the_docs_exists_with_its_options(page, words):
-    assert callable(parser().parse_args(words).run)
+EVERY = {line: name for name, text in TEXTS.items() for line in commands(text)}
+each_command = pytest.mark.parametrize("line", EVERY, ids=lambda line: line[:70])
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    save_tiny(root / "target")
-    save_drafter(tiny_drafter("dflash2"), root / "drafter")
-    lines = ['{"id": "a", "turns": ["one"]}', '{"id": "b", "turns": ["two or three"]}']
-    (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return root
+def stage(tmp_path_factory):
+    """The folder of `stage`, made once."""
+    folder = tmp_path_factory.mktemp("stage") / "work"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins(patch, folder)
+        build(folder)
+    return folder
 
 
-def small(words: list[str], models: Path) -> list[str]:
-    """The same command on tiny models, and less of it."""
-    words = list(words)
-    for index, word in enumerate(words[:-1]):
-        if word in SMALL:
-            words[index + 1] = SMALL[word]
-        elif word == "--prompts":
-            words[index + 1] = str(models / "prompts.jsonl")
-        elif word in ("--drafter", "--target"):
-            words[index + 1] = str(models / word.removeprefix("--"))
-    if words[0] == "inspect":
-        return ["inspect", str(models / "drafter")]
-    if "--target" not in words:
-        words += ["--target", str(models / "target")]
-    if words[0] in ("record", "decode", "verify-replay") and "--max-new-tokens" not in words:
-        words += ["--max-new-tokens", "12"]
-    if words[0] == "verify-replay" and "--limit" not in words:
-        words += ["--limit", "2"]
-    return words
+@pytest.fixture
+def work(stage, tmp_path, monkeypatch):
+    """A copy of it as the working folder."""
+    folder = shutil.copytree(stage, tmp_path / "work", symlinks=True)
+    stand_ins(monkeypatch, folder)
+    return folder
 
 
-RUNNABLE = [
-    (page, words)
-    for page, words in EVERY
-    if words[0] not in ELSEWHERE and "--samples" not in words and "--enumerate" not in words
-    and (words[0] != "verify" or "--drafter" in words)
-]  # fmt: skip
+def test_every_page_and_notebook_shows_commands_and_every_command_is_shown():
+    silent = {name for name, text in TEXTS.items() if not commands(text) and not mentions(text)}
+    assert silent == {"docs/metrics.md", "dflash2_lab/zoo/README.md"}
+    assert {line.split()[0] for line in EVERY} == set(COMMANDS)
+
+
+@each_command
+def test_a_printed_command_exists_with_its_options(line):
+    assert callable(parser().parse_args(shlex.split(line)).run)
+
+
+def test_no_two_printed_commands_write_the_same_folder():
+    # the second would be refused: the folder holds another run
+    writers = {}
+    for line in EVERY:
+        words = shlex.split(line)
+        if "--out" in words:
+            writers.setdefault(words[words.index("--out") + 1], []).append(line)
+    assert {out: lines for out, lines in writers.items() if len(lines) > 1} == {}
+
+
+def test_a_command_named_in_a_sentence_exists():
+    named = {word.split()[0] for text in TEXTS.values() for word in mentions(text)}
+    assert named and named <= set(COMMANDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "words"), RUNNABLE, ids=[" ".join(words)[:60] for _, words in RUNNABLE]
-)
-def test_a_command_in_the_docs_runs(page, words, models, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        verify_decode_commands, "plan_of", lambda _level, seed: Plan(90, 3, seed=seed)
-    )
-    monkeypatch.setattr(verify_decode_commands, "QUICK", Plan(60, 2))
-    monkeypatch.setattr(verify_decode_commands, "FAULTS", {"residual-is-p": None})
-    monkeypatch.setattr(verify_decode_commands, "CONTROLS", {"correct": None})
-    monkeypatch.setattr(verify_decode_commands, "mutation_score", lambda seed: Few())
-    assert main(small(words, models)) == (1 if "--inject" in words else 0), capsys.readouterr().err
+@each_command
+def test_a_printed_command_runs(line, work, capsys):
+    words = small(line)
+    if "--out" in words:  # what the stage made there is of other settings
+        shutil.rmtree(work / words[words.index("--out") + 1], ignore_errors=True)
+    assert main(words) == (1 if "--inject" in words else 0), capsys.readouterr().err
     assert capsys.readouterr().out.strip()
 
 
-class Few:
-    """Stands for the score of the toy, which takes half a minute and has its own tests."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if python_blocks(text)])
+def test_printed_python_runs(name, work, monkeypatch, capsys):
+    monkeypatch.setattr(plotly.io.renderers, "default", "json")
+    for block in python_blocks(TEXTS[name]):
+        exec(compile(block, name, "exec"), {})
 
-    def to_dict(self):
-        counts = ("killed", "total", "killed_by_sampling", "controls_passed", "false_alarms")
-        return dict.fromkeys(counts, 0)
+
+def test_printed_make_targets_are_those_of_the_makefile():
+    rules = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    printed = {name for text in TEXTS.values() for name in make_targets(text)}
+    assert printed >= {"reproduce", "test", "test-slow", "figures"}
+    assert printed <= set(rules)

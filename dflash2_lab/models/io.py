@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG = "config.json"
+ZOO = Path(__file__).parents[1] / "zoo"
 
 
 def load_drafter(
@@ -162,11 +163,10 @@ def find_checkpoint(name: str | Path) -> Path:
     """The folder of a drafter: a path, `zoo:NAME` of this package, or a hub id (fetched once)."""
     text = str(name)
     if text.startswith("zoo:"):
-        zoo = Path(__file__).parent.parent / "zoo"
-        shipped = sorted(path.parent.name for path in zoo.glob(f"*/{CONFIG}"))
+        shipped = sorted(path.parent.name for path in ZOO.glob(f"*/{CONFIG}"))
         if text.removeprefix("zoo:") not in shipped:
             raise LabError(f"no zoo drafter {text!r}, this package has {shipped}")
-        return zoo / text.removeprefix("zoo:")
+        return ZOO / text.removeprefix("zoo:")
     folder = Path(text).expanduser()
     if folder.is_dir():
         return folder
