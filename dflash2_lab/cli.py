@@ -23,7 +23,8 @@ examples:
   dflash2-lab replay runs/dflash2 --policy selector --json
   dflash2-lab decode --drafter zoo:dflash2 --prompt "How many days are in a leap year?"
   dflash2-lab record --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 \\
-      --prompts gsm8k --limit 32 --device cuda --dtype bfloat16 --out runs/qwen3-4b
+      --prompts gsm8k --limit 32 --max-new-tokens 512 --template-option enable_thinking=false \\
+      --device cuda --dtype bfloat16 --out runs/qwen3-4b
 """
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from dflash2_lab.commands import Result, target_of, template_options
 from dflash2_lab.errors import LabError
+from dflash2_lab.losslessness.certificate import finite
 from dflash2_lab.losslessness.sample_file import Sample, assume_sampling, read_samples
 from dflash2_lab.losslessness.sample_report import (
     audit_text,
@@ -185,6 +186,7 @@ def _finish(
 ) -> Result:
     """The run folder, if one was asked for, and the exit code."""
     code = 1 if result["verdict"] in FAILED else 0
+    result = finite(result)
     if arguments.out is None:
         return {"text": text, "json": result, "code": code}
     payload = json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n"

@@ -10,21 +10,23 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from drafters import tiny_drafter
 from helpers import MASK_ID, tiny_model, tiny_tokenizer
 from sample_files import GREEDY, draw_lines, write_lines
 
-from dflash2_lab import figure_commands, prompts, target, verify_decode_commands
+from dflash2_lab import figure_commands, figures, prompts, target, verify_decode_commands
 from dflash2_lab.bench import timing
 from dflash2_lab.cli import main
-from dflash2_lab.losslessness import mutation
+from dflash2_lab.losslessness import enumeration_cases, mutation
 from dflash2_lab.losslessness.verifying import Plan
 from dflash2_lab.models import io
 from dflash2_lab.sampling import Sampling
 
 ROOT = Path(__file__).parents[1]
 SMALLER = {
-    "--limit": "2", "--max-new-tokens": "12", "--steps": "2", "--shapes": "tiny", "--device": "cpu",
+    "--limit": "2", "--max-new-tokens": "12", "--steps": "2", "--batch-size": "4",
+    "--num-anchors": "4", "--shapes": "tiny", "--device": "cpu",
 }  # fmt: skip
 # For commands that leave their sizes to the defaults.
 LESS = {
@@ -33,9 +35,10 @@ LESS = {
     "decode": ("--limit 2", "--max-new-tokens 12"),
     "verify-replay": ("--limit 2", "--max-new-tokens 12"),
     "reproduce": ("--limit 2", "--max-new-tokens 12"),
+    "train": ("--batch-size 4", "--num-anchors 4"),
     "bench cycle": ("--context 12", "--repeats 2", "--inner 1", "--reference-cycles 2"),
     "bench kernels": ("--repeats 1",),
-    "bench throughput": ("--max-new-tokens 12", "--concurrency 1 2", "--repeats 1"),
+    "bench throughput": ("--max-new-tokens 12", "--concurrency 2", "--repeats 1"),
 }
 # What a command reads, made by the commands that are printed before it.
 MADE_BY = (
@@ -78,10 +81,12 @@ def build(folder: Path) -> None:
     inside `stand_ins`."""
     for name in ("smollm2-135m", "Qwen/Qwen3-4B"):
         model = tiny_model(num_hidden_layers=8, max_position_embeddings=2048)
+        model.lm_head.weight *= 0.25  # flat laws, as those of a model with doubts
         model.lm_head.weight[MASK_ID] = 0  # an id that the text never uses, for training
-        model.save_pretrained(folder / name)
+        # weights that are the same in either precision, so that samples of one have both laws
+        model.to(torch.bfloat16).float().save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
-    shape = {"num_target_layers": 8, "max_position_embeddings": 2048}
+    shape = {"num_target_layers": 8, "max_position_embeddings": 2048, "block_size": 8}
     for name, kind in (
         ("zoo/dflash", "dflash"),
         ("zoo/dflash2", "dflash2"),
@@ -95,16 +100,15 @@ def build(folder: Path) -> None:
     for name, made in OWN.items():
         (folder / name).symlink_to(made)
     shutil.copytree(ROOT / "figures", folder / "figures")
-    for name, dtype, law, seed in (
-        ("vllm", "bfloat16", Sampling(0.8, 0.95), 0),
-        ("samples", "float32", Sampling(0.8, 0.95), 0),
-        ("greedy", "float32", GREEDY, 0),
-        ("a", "float32", Sampling(1.0), 0),
-        ("b", "float32", Sampling(1.0), 1),
+    writer = target.load_target("Qwen/Qwen3-4B")
+    for name, law, num, seed in (
+        ("vllm", Sampling(0.8, 0.95), 8, 0),
+        ("samples", Sampling(0.8, 0.95), 8, 1),
+        ("greedy", GREEDY, 1, 0),
+        ("a", Sampling(1.0), 8, 0),
+        ("b", Sampling(1.0), 8, 1),
     ):
-        samples = 1 if law.greedy else 8
-        drawn = draw_lines(target.load_target("Qwen/Qwen3-4B", dtype), law, samples, 24, seed)
-        write_lines(folder / f"{name}.jsonl", drawn)
+        write_lines(folder / f"{name}.jsonl", draw_lines(writer, law, num, 24, seed))
 
 
 def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -123,6 +127,9 @@ def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
         patch.setattr(
             module, "mutation_score", lambda seed, progress=None: score(few, 512, seed, progress)
         )
+    run, cases = enumeration_cases.run_enumeration, enumeration_cases.CASES[:2]
+    patch.setattr(enumeration_cases, "run_enumeration", lambda: run(cases))
+    patch.setattr(figures, "render_images", lambda jobs, **_options: [b"picture"] * len(jobs))
     # the levels, and the size of a planted fault, have no option that makes them smaller
     patch.setattr(verify_decode_commands, "plan_of", lambda _level, seed: Plan(90, 3, seed=seed))
     patch.setattr(verify_decode_commands, "QUICK", Plan(60, 2))
@@ -135,4 +142,6 @@ def _benchmark(name: str) -> list[prompts.Row]:
 
 
 def _made_up(_target: object, num: int, seed: int = 0) -> list[prompts.Prompt]:
-    return [prompts.Prompt(f"self/{n:03d}", (f"{n + seed}, and then?",), "self") for n in range(num)]
+    return [
+        prompts.Prompt(f"self/{n:03d}", (f"{n + seed}, and then?",), "self") for n in range(num)
+    ]

@@ -1,5 +1,6 @@
 """Every command that the project prints is one that exists, and runs: on tiny models, small."""
 
+import json
 import re
 import shlex
 import shutil
@@ -32,6 +33,10 @@ def work(stage, tmp_path, monkeypatch):
     folder = shutil.copytree(stage, tmp_path / "work", symlinks=True)
     stand_ins(monkeypatch, folder)
     return folder
+
+
+def refuse(constant):
+    raise ValueError(f"{constant} is no JSON")
 
 
 def test_every_page_and_notebook_shows_commands_and_every_command_is_shown():
@@ -67,7 +72,8 @@ def test_a_printed_command_runs(line, work, capsys):
     if "--out" in words:  # what the stage made there is of other settings
         shutil.rmtree(work / words[words.index("--out") + 1], ignore_errors=True)
     assert main(words) == (1 if "--inject" in words else 0), capsys.readouterr().err
-    assert capsys.readouterr().out.strip()
+    out = capsys.readouterr().out
+    assert json.loads(out, parse_constant=refuse) if "--json" in words else out.strip()
 
 
 @pytest.mark.slow
