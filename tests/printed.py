@@ -29,15 +29,11 @@ TEXTS = {
 
 
 def commands(text: str) -> list[str]:
-    """What follows `dflash2-lab` in every indented line."""
+    """What follows `dflash2-lab` in every indented line, and in quotes in a sentence."""
     joined = re.sub(r"\\\n\s*", " ", text)
     found = re.findall(r"^ {2,}(?:\.venv/bin/)?dflash2-lab (.*)$", joined, flags=re.MULTILINE)
+    found += re.findall(r"`dflash2-lab ([^`]+)`", text)
     return [shlex.join(shlex.split(line, comments=True)) for line in found]
-
-
-def mentions(text: str) -> list[str]:
-    """What follows `dflash2-lab` in a sentence: a whole command, or the beginning of one."""
-    return re.findall(r"`dflash2-lab ([^`]+)`", text)
 
 
 def python_blocks(text: str) -> list[str]:

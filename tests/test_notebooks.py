@@ -117,19 +117,6 @@ def test_it_asks_and_says_what_would_change_the_answer_and_how_to_try_it(path):
     assert re.search(r"^TARGET(, \w+)* = ", code, re.M)
 
 
-@each_notebook
-def test_commands_in_its_text_are_those_of_the_command_line(path):
-    from dflash2_lab.cli import parser
-
-    cells = nbformat.read(path, nbformat.NO_CONVERT).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    lines = re.findall(r"^    dflash2-lab ((?:.*\\\n)*.*)$", text, re.M)
-    inline = re.findall(r"`dflash2-lab ([^`]+)`", text)
-    assert lines or inline
-    for line in [*lines, *inline]:
-        parser().parse_args(line.replace("\\\n", " ").split())
-
-
 @pytest.mark.slow
 @each_notebook
 def test_it_runs_small_and_shows_its_figures(path, monkeypatch):

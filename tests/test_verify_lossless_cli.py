@@ -254,3 +254,11 @@ def test_the_enumeration_is_a_table_and_fails_by_its_gate(monkeypatch, capsys):
     assert main(["verify", "--enumerate", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "faulty" and not found["rows"][0]["passed"]
+
+
+def test_samples_audited_in_low_precision_have_a_run_folder_of_plain_json(made, tmp_path):
+    # how far one whole pass may be off has no limit there, and JSON has no infinity
+    words = ("--samples", made / "warm.jsonl", *WARM_WORDS, "--dtype", "bfloat16")
+    assert verify(made, *words, "--out", tmp_path / "run") in (0, 1)
+    noise = json.loads((tmp_path / "run" / "verify.json").read_text())["noise_band"]
+    assert noise["by_scoring"]["whole"]["limit"] is None
