@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash2_lab.errors import LabError
+from dflash2_lab.errors import LabError, first_line
 
 Row = tuple[str, tuple[str, ...], str]  # prompt id, user turns, data set name
 
@@ -91,7 +91,8 @@ def benchmark_rows(name: str) -> list[Row]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise LabError(
-            f"{where} cannot be loaded ({error}); without a network give a JSON-lines file instead"
+            f"{where} cannot be loaded ({first_line(error)}); without a network give a JSON-lines "
+            "file instead"
         ) from error
     return [
         (benchmark.row_id(index, row), benchmark.turns(row), name) for index, row in enumerate(rows)

@@ -7,12 +7,13 @@ output; everything else (progress, log, warnings) goes to standard error.
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from dflash2_lab import console
+from dflash2_lab.console import Help, Parser, fail, seed_number
 from dflash2_lab.errors import LabError
 
 EPILOG = """\
@@ -28,22 +29,15 @@ examples:
 """
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Text as it is written, and the default of an option where it says something."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=100)
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        value = action.default
-        silent = value is None or value is False or value in ([], argparse.SUPPRESS)
-        return text if silent or "default" in text else f"{text} (default: %(default)s)"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    arguments = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    console.mend_streams()
+    for word in words:
+        if not console.is_text(word):
+            return fail(f"argument {word!r}: found bytes that are no UTF-8, expected text")
+    # A group of commands alone asks what there is.
+    arguments = parser().parse_args([*words, "--help"] if words in ([], ["bench"]) else words)
     level = logging.DEBUG if arguments.verbose else logging.INFO
     logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s", force=True)
     for noisy in ("httpx", "urllib3", "filelock", "fsspec", "asyncio", "jax"):
@@ -54,20 +48,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = result.get("code", 0)
         print(json.dumps(result["json"]) if arguments.json else result["text"], flush=True)
     except LabError as error:
-        print(f"dflash2-lab: {error}", file=sys.stderr)
-        return 2
+        return fail(str(error))
     except KeyboardInterrupt:
         again = "; run the same command again to go on" if arguments.command in RESUMED else ""
-        print(f"dflash2-lab: interrupted{again}", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as in `... | head`; the interpreter's own flush must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return fail(f"interrupted{again}", 130)
+    except BrokenPipeError:  # as in `... | head`
+        console.drop_output()
+    except OSError as error:  # a full disk below standard output, say
+        console.drop_output()
+        return fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not console.is_lack_of_memory(error):
+            raise
+        return fail(f"not enough memory; take less at a time, or a smaller model ({error})")
     return code
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and options."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="dflash2-lab",
         description="Measure where a block-parallel speculative drafter loses acceptance, and what "
         "each fix buys.",
@@ -143,7 +142,7 @@ def _sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top-p", type=float, default=1.0, help="kept mass; 1 is off")
     command.add_argument("--top-k", type=int, default=0, help="0 is off")
     command.add_argument("--samples", type=int, default=1, help="responses a prompt")
-    command.add_argument("--seed", type=int, default=0, help="of every random draw")
+    command.add_argument("--seed", type=seed_number, default=0, help="of every random draw")
 
 
 def _trace_options(command: argparse.ArgumentParser) -> None:
@@ -316,7 +315,7 @@ def _train_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--report-every", type=int, default=200, help="steps")
     command.add_argument("--checkpoint-every", type=int, default=1000, help="steps")
-    command.add_argument("--seed", type=int, default=0, help="of every random draw")
+    command.add_argument("--seed", type=seed_number, default=0, help="of every random draw")
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
     command.set_defaults(run=_lazy("train"))
 

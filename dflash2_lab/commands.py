@@ -53,6 +53,15 @@ def template_options(pairs: list[str]) -> dict[str, object]:
     return options
 
 
+def refuse_beside(arguments: argparse.Namespace, given: str, *others: str) -> None:
+    """Raise LabError for options about prompts beside `given`, which already says what they are."""
+    for name in others:
+        if getattr(arguments, name) is not None:
+            raise LabError(
+                f"--{given} and --{name} exclude each other: --{given} fixes the prompts"
+            )
+
+
 def _traced(arguments: argparse.Namespace, target: Target, out: Path) -> Run:
     prompts = load_prompts(
         arguments.prompts or "default",
@@ -81,9 +90,8 @@ def trace(arguments: argparse.Namespace) -> Result:
     """Trace prompts into a run folder, or import traces that were made elsewhere."""
     if arguments.import_file is None:
         run = _traced(arguments, target_of(arguments), arguments.out)
-    elif arguments.prompts is not None:
-        raise LabError("--import and --prompts exclude each other: imported traces hold prompts")
     else:
+        refuse_beside(arguments, "import", "prompts", "limit", "system")
         run = import_traces(
             target_of(arguments),
             read_rows(arguments.import_file),
@@ -110,9 +118,10 @@ def trace(arguments: argparse.Namespace) -> Result:
 
 def record(arguments: argparse.Namespace) -> Result:
     """Record a drafter on a trace run, or on prompts that are traced first."""
-    if arguments.traces is not None and arguments.prompts is not None:
-        raise LabError("--traces and --prompts exclude each other: traces hold their prompts")
-    traces = Run.open(arguments.traces, "trace") if arguments.traces is not None else None
+    traces = None
+    if arguments.traces is not None:
+        refuse_beside(arguments, "traces", "prompts", "limit", "system")
+        traces = Run.open(arguments.traces, "trace")
     target = target_of(arguments)
     drafter = load_drafter(
         arguments.drafter, target=target, dtype=arguments.dtype, device=device_of(arguments)

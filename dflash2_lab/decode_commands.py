@@ -9,7 +9,13 @@ from typing import Any, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash2_lab.commands import Result, device_of, target_of, template_options
+from dflash2_lab.commands import (
+    Result,
+    device_of,
+    refuse_beside,
+    target_of,
+    template_options,
+)
 from dflash2_lab.decoding.api import DecodeResult
 from dflash2_lab.decoding.api import decode as decode_prompts
 from dflash2_lab.errors import LabError
@@ -52,10 +58,9 @@ def decode(arguments: argparse.Namespace) -> Result:
 
 
 def _prompts(arguments: argparse.Namespace, target: Target) -> list[Prompt]:
-    if arguments.prompt is not None and arguments.prompts is not None:
-        raise LabError("--prompt and --prompts exclude each other")
     options = template_options(arguments.template_option)
     if arguments.prompt is not None:
+        refuse_beside(arguments, "prompt", "prompts", "limit")
         if not arguments.prompt.strip():
             raise LabError("--prompt: found no text")
         way = (arguments.system, tuple(sorted(options.items())))

@@ -25,6 +25,7 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.schema import SCHEMA_VERSION, conform, conform_frame, schema_of, to_arrow
 
 RUN_INFO_FILE = "run.json"
+CHECKPOINT_FILE = "checkpoint.pt"  # of a training, whose folder has no run.json
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +170,10 @@ def open_folder(folder: Path, info: Mapping[str, Any]) -> None:
     What may differ between a run and its continuation is not compared: `environment`, `complete`.
 
     Raises:
-        LabError: tables without run.json, or a run of other settings.
+        LabError: tables without run.json, a training, or a run of other settings.
     """
     if not (folder / RUN_INFO_FILE).is_file():
-        if any(folder.glob("*.parquet")):
-            raise LabError(f"{folder}: holds tables but no {RUN_INFO_FILE}; choose another folder")
+        check_unclaimed(folder)
         write_run_info(folder, info)
         return
     found = read_run_info(folder)
@@ -183,6 +183,14 @@ def open_folder(folder: Path, info: Mapping[str, Any]) -> None:
                 f"{folder}: holds another run, {key} is {found.get(key)!r} there and {value!r} "
                 "here; choose another folder or delete this one"
             )
+
+
+def check_unclaimed(folder: Path) -> None:
+    """Raise LabError for a folder that holds a training, or tables without run.json."""
+    if (folder / CHECKPOINT_FILE).is_file():
+        raise LabError(f"{folder}: holds a training; choose another folder")
+    if any(folder.glob("*.parquet")) and not (folder / RUN_INFO_FILE).is_file():
+        raise LabError(f"{folder}: holds tables but no {RUN_INFO_FILE}; choose another folder")
 
 
 def _versioned(info: Mapping[str, Any], where: str) -> dict[str, Any]:

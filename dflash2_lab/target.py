@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dflash2_lab.errors import LabError
+from dflash2_lab.errors import LabError, first_line
 from dflash2_lab.gguf_cache import converted_folder, packaged_smollm2, read_manifest
 from dflash2_lab.provenance import check_device
 from dflash2_lab.tables import file_hash
@@ -288,14 +288,17 @@ def _snapshot(hub_id: str, local: bool) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=local))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = "it is not in the hub's cache" if local else f"the hub did not give it: {error}"
+        why = (
+            "it is not in the hub's cache"
+            if local
+            else f"the hub did not give it: {first_line(error)}"
+        )
         raise LabError(f"target {hub_id}: no such folder, and {why}") from error
 
 
 def _load_checkpoint(
     folder: Path, name: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with quiet_transformers():
@@ -308,8 +311,8 @@ def _load_checkpoint(
                 output_loading_info=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise LabError(f"target {name}: cannot load {folder}: {error}") from error
+        except Exception as error:  # of a broken file, whatever its reader stumbled over
+            raise LabError(f"target {name}: cannot load {folder}: {first_line(error)}") from error
     # A tensor that is not in the file would be left at random numbers, silently.
     missing = sorted(map(str, info["missing_keys"]))
     mismatched = sorted(map(str, info["mismatched_keys"]))

@@ -88,6 +88,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         LabError: no such file, or one that cannot be read, with the line of a malformed row.
     """
+    if not path.is_file():
+        raise LabError(f"{path}: no such file, expected Parquet or JSON lines")
     if path.suffix == ".parquet":
         try:
             return pd.read_parquet(path).to_dict("records")

@@ -49,8 +49,6 @@ def verify(arguments: argparse.Namespace) -> Result:
         )
     if not 0 < arguments.alpha < 1:
         raise LabError(f"--alpha: found {arguments.alpha}, expected a number between 0 and 1")
-    if arguments.seed < 0:
-        raise LabError(f"--seed: found {arguments.seed}, expected 0 or more")
     if arguments.inject is not None and arguments.drafter is None:
         raise LabError("--inject NAME: expected --drafter DRAFTER beside it")
     if arguments.drafter is not None:

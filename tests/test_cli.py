@@ -238,6 +238,21 @@ BAD = {
         ],
         "--traces",
     ),
+    "traces and a limit": (
+        [
+            *("record", "{target}", "--drafter", "{made}/drafter", "--traces", "{made}/traces"),
+            *("--limit", "1"),
+        ],
+        "--traces and --limit exclude each other",
+    ),
+    "imported traces and a limit": (
+        ["trace", "{target}", "--import", "{made}/prompts.jsonl", "--limit", "1"],
+        "--import and --limit exclude each other",
+    ),
+    "one prompt and a limit": (
+        ["decode", "{target}", "--drafter", "{made}/drafter", "--prompt", "hi", "--limit", "1"],
+        "--prompt and --limit exclude each other",
+    ),
     "a record run as traces": (
         ["record", "{target}", "--drafter", "{made}/drafter", "--traces", "{made}/run"],
         "trace",
@@ -279,6 +294,39 @@ BAD = {
         ["trace", "{target}", "--prompts", "default", "--template-option", "tokenize=false"],
         "template option tokenize",
     ),
+    "a training in the folder": (
+        ["trace", "{target}", "--prompts", "{made}/prompts.jsonl", "--out", "{tmp}/trained"],
+        "trained: holds a training; choose another folder",
+    ),
+    "a training in the folder of a benchmark": (
+        ["bench", "kernels", "--out", "{tmp}/trained"],
+        "trained: holds a training; choose another folder",
+    ),
+    "a training in the folder of the main job": (
+        ["reproduce", "{target}", "--drafter", "{made}/drafter", "--out", "{tmp}/trained"],
+        "trained: holds a training; choose another folder",
+    ),
+    "a run in the folder of the main job": (
+        ["reproduce", "{target}", "--drafter", "{made}/drafter", "--out", "{made}/run"],
+        "holds a run; choose another folder",
+    ),
+    "a target of an unknown kind": (
+        ["trace", "--target", "{tmp}/martian", "--prompts", "default"],
+        "model type `martian`",
+    ),
+    "a target whose config is a list": (
+        ["trace", "--target", "{tmp}/list", "--prompts", "default"],
+        "list: cannot load",
+    ),
+    "no traces to import": (
+        ["trace", "{target}", "--import", "{tmp}/none.parquet"],
+        "none.parquet: no such file",
+    ),
+    "layers of no width": ([*TRAIN, "--intermediate-size", "0"], "intermediate_size is 0"),
+    "bytes that are no text": (
+        ["decode", "{target}", "--drafter", "{made}/drafter", "--prompt", "\udcff"],
+        "found bytes that are no UTF-8",
+    ),
     "no such data": (["train", "{target}", "--data", "{tmp}/none.parquet"], "none.parquet"),
 }
 
@@ -288,6 +336,11 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(name, made, tmp
     (tmp_path / "bad.jsonl").write_text('{"id": "a", "turns": ["x"]}\n{"id": "b", "turns": \n')
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "turns": [""]}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"id": "a", "turns": ["x" * 600]}) + "\n")
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "checkpoint.pt").touch()
+    for folder, config in (("martian", '{"model_type": "martian"}'), ("list", "[]")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(config)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text('{"schema_version": 0}')
     words, expected = BAD[name]

@@ -201,7 +201,6 @@ OPTIONS = {
     "no temperature": (["--samples", "{good}"], "--temperature is not given either"),
     "a bad temperature": (["--samples", "{good}", "--temperature", "-1"], "temperature: found -1"),
     "a bad level": (["--samples", "{good}", "--alpha", "0"], "--alpha: found 0.0"),
-    "a bad seed": (["--samples", "{good}", "--seed", "-1"], "--seed: found -1"),
     "other prompts": (["--samples", "{good}", "--against", "{tmp}/other.jsonl"], "0 of them"),
     "text against ids": (["--samples", "{good}", "--against", "{tmp}/text.jsonl"], "found output,"),
     "another law": (

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash2_lab.cli import Help, _lazy, _output, _prompts, _target
+from dflash2_lab.cli import _lazy, _output, _prompts, _target
+from dflash2_lab.console import Help
 
 
 def add_benchmarks(command: argparse.ArgumentParser) -> None:

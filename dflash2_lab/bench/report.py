@@ -13,7 +13,7 @@ import torch
 from dflash2_lab.bench.timing import Spread
 from dflash2_lab.errors import LabError
 from dflash2_lab.provenance import environment
-from dflash2_lab.tables import read_run_info, write_atomic, write_run_info
+from dflash2_lab.tables import check_unclaimed, read_run_info, write_atomic, write_run_info
 
 
 def check_out(out: Path, bench: str) -> None:
@@ -26,6 +26,7 @@ def check_out(out: Path, bench: str) -> None:
         found = info.get("bench", f"a run of kind {info.get('kind')}")
         if found != bench:
             raise LabError(f"{out}: found {found}, expected a new folder or a run of bench {bench}")
+    check_unclaimed(out)
     probe = out / ".writable"
     write_atomic(probe, lambda handle: handle.write(b""))
     probe.unlink()

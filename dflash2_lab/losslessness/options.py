@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from dflash2_lab.cli import _lazy, _target, _template
+from dflash2_lab.console import seed_number
 
 DESCRIPTION = """\
 Test whether tokens have the target's law. --drafter decodes with one of our engines under three
@@ -114,7 +115,9 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--alpha", type=float, default=1e-3, help="chance of a false alarm, of all tests together"
     )
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers of the tests")
+    command.add_argument(
+        "--seed", type=seed_number, default=0, help="of the random numbers of the tests"
+    )
     command.add_argument(
         "--out", type=Path, default=None, help="run folder for the certificate (default: none)"
     )

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash2_lab.errors import LabError
+from dflash2_lab.errors import LabError, first_line
 from dflash2_lab.models.config import DrafterConfig, check_against_target, read_config, to_zlab
 from dflash2_lab.models.drafter import Drafter, build_drafter
 from dflash2_lab.models.tensors import (
@@ -184,9 +184,8 @@ def _snapshot(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=[CONFIG, "*.safetensors", INDEX]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        first = (str(error).strip() or repr(error)).splitlines()[0]
         raise LabError(
-            f"drafter {hub_id!r} is no folder and no reachable hub id: {first}"
+            f"drafter {hub_id!r} is no folder and no reachable hub id: {first_line(error)}"
         ) from error
 
 

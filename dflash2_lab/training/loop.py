@@ -29,7 +29,13 @@ from dflash2_lab.models.drafter import Drafter
 from dflash2_lab.models.io import save_drafter
 from dflash2_lab.models.layers import embed_rows
 from dflash2_lab.provenance import environment
-from dflash2_lab.tables import RUN_INFO_FILE, read_run_info, write_atomic, write_run_info
+from dflash2_lab.tables import (
+    CHECKPOINT_FILE,
+    RUN_INFO_FILE,
+    read_run_info,
+    write_atomic,
+    write_run_info,
+)
 from dflash2_lab.target import Target, features
 from dflash2_lab.training.data import Batch, Corpus, batches, make_batch, prefetch
 from dflash2_lab.training.losses import backbone_loss, selector_loss, slot_weights
@@ -108,7 +114,7 @@ def train(
         "drafter": to_zlab(drafter.settings),
         "data": [corpus.digest(), validation.digest()],
     }
-    first = _restore(out / "checkpoint.pt", run, masters, optimizer)
+    first = _restore(out / CHECKPOINT_FILE, run, masters, optimizer)
     log_path = out / "train.jsonl"
     _keep_reports(log_path, first)
     with torch.no_grad():
@@ -157,7 +163,7 @@ def train(
                 loss=f"{record['backbone']:.3f}", recall=f"{record['recall@1'][0]:.3f}"
             )
         if saves:
-            _checkpoint(out / "checkpoint.pt", run, masters, optimizer, step + 1)
+            _checkpoint(out / CHECKPOINT_FILE, run, masters, optimizer, step + 1)
     drafter.eval()
     save_drafter(drafter, out / "drafter")
     made = {"target": dict(target.identity), "environment": environment(target.device)}

@@ -43,6 +43,8 @@ def new_drafter(
     if kind not in KINDS:
         raise LabError(f"kind: found {kind!r}, can train {', '.join(KINDS)}")
     body = target.config
+    if intermediate_size is None:
+        intermediate_size = body.intermediate_size
     heads = body.num_attention_heads
     second = {
         "conv_kernel_size": 2,
@@ -54,7 +56,9 @@ def new_drafter(
     config = DrafterConfig(
         kind=kind,
         hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or body.intermediate_size,
+        intermediate_size=body.intermediate_size
+        if intermediate_size is None
+        else intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=body.num_key_value_heads,
