@@ -60,7 +60,7 @@ def decode(arguments: argparse.Namespace) -> Result:
 def _prompts(arguments: argparse.Namespace, target: Target) -> list[Prompt]:
     options = template_options(arguments.template_option)
     if arguments.prompt is not None:
-        refuse_beside(arguments, "prompt", "prompts", "limit")
+        refuse_beside(arguments, "prompt", "prompts")
         if not arguments.prompt.strip():
             raise LabError("--prompt: found no text")
         way = (arguments.system, tuple(sorted(options.items())))

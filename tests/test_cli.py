@@ -249,10 +249,6 @@ BAD = {
         ["trace", "{target}", "--import", "{made}/prompts.jsonl", "--limit", "1"],
         "--import and --limit exclude each other",
     ),
-    "one prompt and a limit": (
-        ["decode", "{target}", "--drafter", "{made}/drafter", "--prompt", "hi", "--limit", "1"],
-        "--prompt and --limit exclude each other",
-    ),
     "a record run as traces": (
         ["record", "{target}", "--drafter", "{made}/drafter", "--traces", "{made}/run"],
         "trace",
