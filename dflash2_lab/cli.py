@@ -19,7 +19,7 @@ from dflash2_lab.errors import LabError
 EPILOG = """\
 examples:
   dflash2-lab reproduce --out runs/reproduce
-  dflash2-lab trace --prompts prompts.jsonl --max-new-tokens 96 --out runs/traces
+  dflash2-lab trace --prompts default --limit 24 --max-new-tokens 96 --out runs/traces
   dflash2-lab record --drafter zoo:dflash2 --traces runs/traces --out runs/dflash2
   dflash2-lab replay runs/dflash2 --policy selector --json
   dflash2-lab decode --drafter zoo:dflash2 --prompt "How many days are in a leap year?"
@@ -115,7 +115,8 @@ def _prompts(command: argparse.ArgumentParser) -> None:
         "--prompts",
         default=None,
         metavar="SPEC",
-        help='JSON lines file with {"id", "turns": [...]} a line; "default" (the project\'s own); '
+        help='JSON lines file with {"id", "turns": [...]} a line; "default" (the project\'s own, '
+        "taken without this option); "
         '"self:N" (N prompts written by the target); or gsm8k, math500, humaneval, mbpp, mt_bench',
     )
     command.add_argument("--limit", type=int, default=None, help="use only the first N prompts")
@@ -378,7 +379,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         _verify_replay_options,
     ),
     "verify": (
-        "test samples of any engine for the target's law, or the tests for what they catch",
+        "test our decode, or samples of any engine, for the target's law",
         _verify_options,
     ),
     "train": ("train a DFlash or DFlash 2 drafter on traces", _train_options),
@@ -393,5 +394,5 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "the main job: trace, record, replay and draw the zoo drafters",
         _reproduce_options,
     ),
-    "bench": ("benchmarks", _bench_options),
+    "bench": ("time cycles, kernels, recording and tokens a second", _bench_options),
 }

@@ -43,7 +43,7 @@ LESS = {
 # What a command reads, made by the commands that are printed before it.
 MADE_BY = (
     "trace --prompts self:2000 --max-new-tokens 384 --out runs/text",
-    "trace --prompts prompts.jsonl --max-new-tokens 96 --out runs/traces",
+    "trace --prompts default --limit 24 --max-new-tokens 96 --out runs/traces",
     "trace --prompts gsm8k --limit 512 --out runs/gsm8k",
     "train --kind dflash2 --data runs/text --steps 3000 --out runs/mine",
     "record --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --prompts gsm8k "
