@@ -304,7 +304,7 @@ BAD = {
     ),
     "a run in the folder of the main job": (
         ["reproduce", "{target}", "--drafter", "{made}/drafter", "--out", "{made}/run"],
-        "holds a run; choose another folder",
+        "holds another run",
     ),
     "a target of an unknown kind": (
         ["trace", "--target", "{tmp}/martian", "--prompts", "default"],
