@@ -22,7 +22,8 @@ def kernel_times(step: Callable[[], object], device: torch.device) -> list[dict[
     turns = TURNS[device.type]
     kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     wait(device)
-    with profile(activities=[kind]) as profiler:
+    # Without `acc_events` torch warns that it forgets the events of earlier cycles; there is one.
+    with profile(activities=[kind], acc_events=True) as profiler:
         for _ in range(turns):
             step()
         wait(device)
