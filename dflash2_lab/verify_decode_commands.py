@@ -43,10 +43,11 @@ def verify_decode(arguments: argparse.Namespace) -> Result:
             "--temperature 0 and --mutation-score: found --also or --inject beside one of them, "
             "expected neither"
         )
-    if arguments.mutation_score and (arguments.acceptance, arguments.engine) != ("token", "eager"):
+    planted = arguments.acceptance == "token" and arguments.engine in (None, "eager")
+    if arguments.mutation_score and not planted:
         raise LabError(
             f"--mutation-score: found --acceptance {arguments.acceptance} and --engine "
-            f"{arguments.engine}, expected token and eager, where faults can be planted"
+            f"{arguments.engine or 'eager'}, expected token and eager, where faults can be planted"
         )
     plan = replace(plan_of(arguments.level, arguments.seed), alpha=arguments.alpha)
     target = target_of(arguments)
@@ -113,6 +114,7 @@ def _found(
         "engine": arguments.engine,
     }
     if samplings[0].greedy:
+        how["engine"] = arguments.engine or "eager"  # the other one decodes the realistic arm only
         found = verify_greedy(target, drafter, prompts, **how)
         return found.passed, greedy_page(found), greedy_json(found)
     found = verify(target, drafter, prompts, sampling=samplings, inject=arguments.inject, **how)

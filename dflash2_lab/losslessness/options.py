@@ -27,7 +27,7 @@ a line of FILE is a JSON object:
 
 examples:
   dflash2-lab verify --drafter zoo:dflash2 --out runs/certificate
-  dflash2-lab verify --drafter zoo:dflash2 --engine graph --device cuda --level release \\
+  dflash2-lab verify --drafter zoo:dflash2 --device cuda --level release \\
       --also 0.8,0.95,50 --out runs/release
   dflash2-lab verify --drafter zoo:dflash2 --temperature 0 --dtype bfloat16
   dflash2-lab verify --drafter zoo:dflash2 --inject residual-is-p
@@ -53,9 +53,10 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--engine",
-        default="eager",
+        default=None,
         choices=("eager", "graph"),
-        help="eager: any target; graph: dense Llama, Qwen2 and Qwen3, several rows at a time",
+        help="eager: any target; graph: dense Llama, Qwen2 and Qwen3, several rows at a time "
+        "(default: graph where it fits, but eager when greedy or to plant a fault)",
     )
     command.add_argument(
         "--also",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from dflash2_lab.decoding.lean import refusal
 from dflash2_lab.decoding.requests import Request, request_keys
 from dflash2_lab.errors import LabError
 from dflash2_lab.losslessness.arms import ARMS, check_arms
@@ -90,7 +91,7 @@ def verify(
     level: str = "pr",
     plan: Plan | None = None,
     acceptance: str = "token",
-    engine: str = "eager",
+    engine: str | None = None,
     inject: str | None = None,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> Certificate:
@@ -102,8 +103,8 @@ def verify(
     own.
 
     `engine` is "eager" (any target, one row at a time) or "graph" (dense Llama, Qwen2 and Qwen3; on
-    a GPU captured). `inject` plants a fault of the catalogue in the eager engine (see `injection`),
-    to see it found.
+    a GPU captured); by default the second where it decodes this pair. `inject` plants a fault of
+    the catalogue in the eager engine (see `injection`), to see it found.
 
     Raises:
         LabError: a temperature of 0, arms or a policy that do not fit, no prompts, too few tokens,
@@ -112,6 +113,7 @@ def verify(
     samplings = (sampling,) if isinstance(sampling, Sampling) else tuple(sampling)
     plan = plan or plan_of(level)
     prompts, policy = prepare(target, drafter, prompts, policy, samplings, plan)
+    engine = engine or _own_engine(target, drafter, inject)
     if engine not in ("eager", "graph"):
         raise LabError(f"engine: found {engine!r}, expected 'eager' or 'graph'")
     for name, found, expected in (("acceptance", acceptance, "token"), ("engine", engine, "eager")):
@@ -178,6 +180,12 @@ def prepare(
             f"expected a prompt and {10 * plan.responses} tokens an arm"
         )
     return prompts, policy
+
+
+def _own_engine(target: Target, drafter: Drafter, inject: str | None) -> str:
+    """The faster one, where it decodes this pair and no fault is planted."""
+    lean = refusal(target) is None and drafter.settings.hidden_act == "silu"
+    return "graph" if lean and target.dtype == torch.float32 and inject is None else "eager"
 
 
 def _witness(
