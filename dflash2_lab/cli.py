@@ -9,12 +9,18 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from dflash2_lab import console
 from dflash2_lab.console import Help, Parser, fail, seed_number
 from dflash2_lab.errors import LabError
+from dflash2_lab.shared_options import (
+    output_options,
+    prompt_options,
+    run_later,
+    sampling_options,
+    target_options,
+)
 
 EPILOG = """\
 examples:
@@ -84,72 +90,14 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(command=name)
         options(command)
         if name != "bench":  # its own commands have them
-            _output(command)
+            output_options(command)
     return top
 
 
-def _output(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument("--verbose", action="store_true", help="log details")
-
-
-def _target(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--target",
-        default="smollm2-135m",
-        help="target model: smollm2-135m (ships as a package), a hub id, a folder, or a .gguf file",
-    )
-    command.add_argument(
-        "--device", default=None, help="cpu or cuda; default: cuda if there is one"
-    )
-    command.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="of target and drafter",
-    )
-
-
-def _prompts(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--prompts",
-        default=None,
-        metavar="SPEC",
-        help='JSON lines file with {"id", "turns": [...]} a line; "default" (the project\'s own, '
-        "taken without this option); "
-        '"self:N" (N prompts written by the target); or gsm8k, math500, humaneval, mbpp, mt_bench',
-    )
-    command.add_argument("--limit", type=int, default=None, help="use only the first N prompts")
-    _template(command)
-
-
-def _template(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--system", default=None, help="system prompt (default: the template's)")
-    command.add_argument(
-        "--template-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the chat template, for example enable_thinking=false; repeatable",
-    )
-
-
-def _sampling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-new-tokens", type=int, default=96, help="response tokens at most")
-    command.add_argument(
-        "--max-total", type=int, default=None, help="prompt and response tokens at most"
-    )
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    command.add_argument("--top-p", type=float, default=1.0, help="kept mass; 1 is off")
-    command.add_argument("--top-k", type=int, default=0, help="0 is off")
-    command.add_argument("--samples", type=int, default=1, help="responses a prompt")
-    command.add_argument("--seed", type=seed_number, default=0, help="of every random draw")
-
-
 def _trace_options(command: argparse.ArgumentParser) -> None:
-    _target(command)
-    _prompts(command)
-    _sampling(command)
+    target_options(command)
+    prompt_options(command)
+    sampling_options(command)
     command.add_argument(
         "--trace-batch-size", type=int, default=32, help="requests decoded together"
     )
@@ -163,11 +111,11 @@ def _trace_options(command: argparse.ArgumentParser) -> None:
         "prompt_id, prompt_ids and response_ids; give the sampling options they were made with",
     )
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
-    command.set_defaults(run=_lazy("trace"))
+    command.set_defaults(run=run_later("trace"))
 
 
 def _record_options(command: argparse.ArgumentParser) -> None:
-    _target(command)
+    target_options(command)
     command.add_argument(
         "--drafter", required=True, help="a folder, a hub id, or zoo:dflash, zoo:dflash2"
     )
@@ -177,8 +125,8 @@ def _record_options(command: argparse.ArgumentParser) -> None:
         default=None,
         help="a trace run to record on; without it, the prompts are traced first",
     )
-    _prompts(command)
-    _sampling(command)
+    prompt_options(command)
+    sampling_options(command)
     command.add_argument(
         "--trace-batch-size", type=int, default=32, help="requests decoded together"
     )
@@ -204,7 +152,7 @@ def _record_options(command: argparse.ArgumentParser) -> None:
         help="keep what each slot attends to, key by key, at N anchors a trace",
     )
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
-    command.set_defaults(run=_lazy("record"))
+    command.set_defaults(run=run_later("record"))
 
 
 def _replay_options(command: argparse.ArgumentParser) -> None:
@@ -216,19 +164,19 @@ def _replay_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--acceptance", default="token", choices=("token", "block"), help="verification rule"
     )
-    command.set_defaults(run=_lazy("replay"))
+    command.set_defaults(run=run_later("replay"))
 
 
 def _decode_options(command: argparse.ArgumentParser) -> None:
-    _target(command)
+    target_options(command)
     command.add_argument(
         "--drafter",
         required=True,
         help="a folder, a hub id, zoo:dflash, zoo:dflash2, or none (token by token)",
     )
-    _prompts(command)
+    prompt_options(command)
     command.add_argument("--prompt", default=None, metavar="TEXT", help="one prompt, as text")
-    _sampling(command)
+    sampling_options(command)
     command.add_argument(
         "--policy",
         default=None,
@@ -253,16 +201,16 @@ def _decode_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, default=None, help="run folder for the steps table (default: none)"
     )
-    command.set_defaults(run=_lazy("decode", "decode_commands"))
+    command.set_defaults(run=run_later("decode", "decode_commands"))
 
 
 def _verify_replay_options(command: argparse.ArgumentParser) -> None:
-    _target(command)
+    target_options(command)
     command.add_argument(
         "--drafter", required=True, help="a folder, a hub id, or zoo:dflash, zoo:dflash2"
     )
-    _prompts(command)
-    _sampling(command)
+    prompt_options(command)
+    sampling_options(command)
     command.set_defaults(samples=8)
     command.add_argument("--policy", default=None, help="default: the drafter's own")
     command.add_argument(
@@ -275,7 +223,7 @@ def _verify_replay_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, default=None, help="run folder for verify.json (default: none)"
     )
-    command.set_defaults(run=_lazy("verify_replay", "verify_commands"))
+    command.set_defaults(run=run_later("verify_replay", "verify_commands"))
 
 
 def _verify_options(command: argparse.ArgumentParser) -> None:
@@ -285,7 +233,7 @@ def _verify_options(command: argparse.ArgumentParser) -> None:
 
 
 def _train_options(command: argparse.ArgumentParser) -> None:
-    _target(command)
+    target_options(command)
     command.add_argument(
         "--kind", default="dflash2", choices=("dflash", "dflash2"), help="of drafter"
     )
@@ -318,20 +266,20 @@ def _train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--checkpoint-every", type=int, default=1000, help="steps")
     command.add_argument("--seed", type=seed_number, default=0, help="of every random draw")
     command.add_argument("--out", type=Path, required=True, help="run folder; resumed if it exists")
-    command.set_defaults(run=_lazy("train"))
+    command.set_defaults(run=run_later("train"))
 
 
 def _inspect_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint", help="a folder, a hub id, or zoo:NAME")
     command.add_argument("--target", default=None, help="also check that it fits this target")
-    command.set_defaults(run=_lazy("inspect"))
+    command.set_defaults(run=run_later("inspect"))
 
 
 def _figures_options(command: argparse.ArgumentParser) -> None:
     from dflash2_lab.figure_options import add_figures_options
 
     add_figures_options(command)
-    command.set_defaults(run=_lazy("figures", "figure_commands"))
+    command.set_defaults(run=run_later("figures", "figure_commands"))
 
 
 def _page_options(command: argparse.ArgumentParser) -> None:
@@ -339,30 +287,22 @@ def _page_options(command: argparse.ArgumentParser) -> None:
 
     name = command.get_default("command")
     OPTIONS[name](command)
-    command.set_defaults(run=_lazy(name, "report_commands"))
+    command.set_defaults(run=run_later(name, "report_commands"))
 
 
 def _reproduce_options(command: argparse.ArgumentParser) -> None:
-    _target(command)
+    target_options(command)
     command.add_argument("--limit", type=int, default=24, help="prompts")
     command.add_argument("--max-new-tokens", type=int, default=96)
     command.add_argument("--drafter", action="append", default=[], help="default: both of the zoo")
     command.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="run folder")
-    command.set_defaults(run=_lazy("reproduce"))
+    command.set_defaults(run=run_later("reproduce"))
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
     from dflash2_lab.bench.options import add_benchmarks
 
     add_benchmarks(command)
-
-
-def _lazy(name: str, module: str = "commands") -> Callable[[argparse.Namespace], dict[str, object]]:
-    # torch and transformers take seconds to import; --help and bad options should not wait for them
-    def run(arguments: argparse.Namespace) -> dict[str, object]:
-        return getattr(import_module(f"dflash2_lab.{module}"), name)(arguments)
-
-    return run
 
 
 RESUMED = ("trace", "record", "train", "reproduce")  # commands that go on where they stopped

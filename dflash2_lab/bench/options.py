@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash2_lab.cli import _lazy, _output, _prompts, _target
 from dflash2_lab.console import Help
+from dflash2_lab.shared_options import output_options, prompt_options, run_later, target_options
 
 
 def add_benchmarks(command: argparse.ArgumentParser) -> None:
@@ -20,14 +20,14 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
 
 def _add(kinds: Any, name: str, summary: str, text: str) -> argparse.ArgumentParser:
     command = kinds.add_parser(name, help=summary, description=text, formatter_class=Help)
-    command.set_defaults(run=_lazy(name, "bench_commands"))
+    command.set_defaults(run=run_later(name, "bench_commands"))
     return command
 
 
 def _finish(command: argparse.ArgumentParser, name: str) -> None:
     folder = Path(f"runs/bench-{name}")
     command.add_argument("--out", type=Path, default=folder, help="run folder")
-    _output(command)
+    output_options(command)
 
 
 def _device(command: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def _device(command: argparse.ArgumentParser) -> None:
 def _record(kinds: Any) -> None:
     summary = "time recording against stepping the reference package, and attention shares"
     command = _add(kinds, "record", summary, "Time recording.")
-    _target(command)
+    target_options(command)
     command.add_argument("--drafter", default="zoo:dflash2", help="a folder, a hub id, or zoo:NAME")
     command.add_argument("--limit", type=int, default=4, help="prompts")
     command.add_argument("--max-new-tokens", type=int, default=96, help="response tokens")
@@ -96,7 +96,7 @@ def _throughput(kinds: Any) -> None:
         "acceptance, and a random DSpark drafter that is made to accept as many drafts; and the\n"
         "published package, one sequence at a time, if it is installed.",
     )
-    _target(command)
+    target_options(command)
     command.set_defaults(dtype="bfloat16")
     command.add_argument(
         "--drafter",
@@ -104,7 +104,7 @@ def _throughput(kinds: Any) -> None:
         default=[],
         help="a folder, a hub id, or zoo:NAME; repeatable (default: zoo:dflash and zoo:dflash2)",
     )
-    _prompts(command)
+    prompt_options(command)
     command.add_argument("--max-new-tokens", type=int, default=256, help="response tokens at most")
     command.add_argument(
         "--concurrency",

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from dflash2_lab.cli import _lazy, _target, _template
 from dflash2_lab.console import seed_number
+from dflash2_lab.shared_options import chat_options, run_later, target_options
 
 DESCRIPTION = """\
 Test whether tokens have the target's law. --drafter decodes with one of our engines under three
@@ -96,8 +96,8 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
         help="run the tests on broken decoders of a toy, and count those that they catch; with "
         "--drafter: plant every fault of the catalogue in the real decode",
     )
-    _target(command)
-    _template(command)
+    target_options(command)
+    chat_options(command)
     command.add_argument(
         "--temperature",
         type=float,
@@ -122,4 +122,4 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, default=None, help="run folder for the certificate (default: none)"
     )
-    command.set_defaults(run=_lazy("verify", "verify_lossless_commands"))
+    command.set_defaults(run=run_later("verify", "verify_lossless_commands"))
