@@ -1,7 +1,18 @@
 """dflash2_lab: where does a block-parallel drafter lose acceptance, and what does each fix buy?
 
-The names below are the public surface; each is imported on first use, so that statistics and plots
-never pull in torch.
+The flow, one function a step; a `Run` is what most of them return and take:
+
+    load_target, load_drafter, load_prompts    a target, a drafter, prompts
+    trace, import_traces                       the target's own continuations, or another tool's
+    record                                     what a drafter does at every anchor of traces
+    replay                                     acceptance of a policy from a recording, exactly
+    decode                                     the real draft-verify loop
+    verify, verify_greedy                      whether decoding is lossless
+    compare, write_report, plots, block_viewer two drafters, a page, figures, single blocks
+    save_drafter                               a drafter as a checkpoint
+
+What is wrong with the input is a `LabError`. These names are the public surface; each is imported
+on first use, so that statistics and plots never pull in torch.
 """
 
 from importlib import import_module
@@ -44,6 +55,11 @@ __all__ = [
     "verify_greedy",
     "write_report",
 ]
+
+
+def __dir__() -> list[str]:
+    """Public names too before their first use, for completion and help()."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

@@ -70,6 +70,8 @@ class Comparison:
         how = "paired: the same prompts resampled in both" if self.paired else "independent samples"
         parts = [f"A  {a}\nB  {b}\n{self.num_prompts} prompts; B - A [95 % interval], {how}"]
         parts[0] += "\n*: the interval excludes 0"
+        if self.table["policy"].str.contains("/").any():
+            parts[0] += "; x/y: policy x of A, policy y of B"
         for name, rows in sections(self.table).items():
             header = ["quantity", "policy", "at", "A", "B", "B - A", "*"]
             cells = [
@@ -100,6 +102,10 @@ def compare(
         policies: "x" for policy x of both, "x:y" for x of `a` and y of `b`. Empty: each drafter's
             own, those that both recorded, and oracle@16.
         names: of a and b; by default their drafters'.
+
+    Returns:
+        Every difference b - a with its 95 % interval, paired by prompt where both are runs, and
+        warnings about what else differs: see `Comparison`.
 
     Raises:
         LabError: runs of another kind, no prompt in common, a policy that was not recorded, a

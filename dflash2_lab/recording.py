@@ -81,13 +81,26 @@ def record(
     keep_candidates: bool = False,
     **options: object,
 ) -> Run:
-    """Record `drafter` on `traces`; returns the run (tables `anchors`, `slots`, `paths`,
-    `attention`, on request `candidates` and `block_attention`).
+    """Record what `drafter` proposes at every anchor of `traces`, without a decode loop.
 
-    `policies` defaults to all that the drafter has and that differ at the traces' temperature.
-    `out` is a run folder, resumed when it holds a run of the same settings; without it the run
-    stays in a temporary folder. Further options: see `RecordOptions`. Raises `LabError` for a
-    drafter that does not fit the target, off-policy traces are recorded and marked.
+    Args:
+        traces: a run of `trace` or `import_traces`; off-policy ones are recorded and marked.
+        policies: how drafts are chosen; by default all that the drafter has and that differ at the
+            traces' temperature.
+        out: run folder, resumed when it holds a run of the same settings; without it the run stays
+            in a temporary folder.
+        anchor_stride: record every n-th anchor; only 1 can be replayed.
+        keep_candidates: keep the candidates of each slot with their scores.
+        options: further fields of `RecordOptions`: batch_size, memory_gb (GiB of working memory),
+            attention, attention_sample (anchors a response), seed.
+
+    Returns:
+        A run of kind `record` with the tables `anchors`, `slots`, `paths`, `attention`, and on
+        request `candidates` and `block_attention`; columns as in `schema`.
+
+    Raises:
+        LabError: a drafter that does not fit the target, a policy that it lacks, traces without a
+            slot or of another vocabulary, bad options, a folder of another run, or a full disk.
     """
     sampling = Sampling(**traces.info["sampling"])
     chosen = tuple(policies) if policies else default_policies(drafter, sampling)

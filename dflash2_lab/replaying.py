@@ -86,6 +86,10 @@ def replay(
         acceptance: "token", or "block" (Sun et al.; differs at temperature > 0 only).
         seed: draws the walk of `.steps` at temperature > 0; every other number is exact.
 
+    Returns:
+        Acceptance lengths (tokens a verify step, bonus counted), survival by slot, and the sums
+        behind them: see `ReplayResult`. Why it is exact: the module's docstring.
+
     Raises:
         LabError: a policy that was not recorded or offers nothing, a larger window than recorded,
             anchors left out, off-policy traces, or columns that are no probabilities.

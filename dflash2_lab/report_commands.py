@@ -54,6 +54,9 @@ def write_report(run: Run | Path | str, path: Path | str) -> Path:
         run: a recording, traces or a decode, or the folder of any run.
         path: of the page.
 
+    Returns:
+        `path`.
+
     Raises:
         LabError: a kind of run that has no page, or tables that are missing or cannot be read.
     """

@@ -211,7 +211,12 @@ def file_hash(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run: its information and its tables, read from the folder on first use."""
+    """One run: its information and its tables, read from the folder on first use.
+
+    `info` is run.json (command, versions, seeds, hashes). `.traces`, `.anchors`, `.slots`,
+    `.paths`, `.attention`, `.candidates` and `.steps` are data frames, columns as in `schema`; one
+    that the run does not hold is a LabError (`has_table` asks). `Run.open(folder)` reads a folder.
+    """
 
     info: dict[str, Any]
     folder: Path | None = None

@@ -70,6 +70,8 @@ def trace(
 
     Args:
         max_new_tokens: limit of one answer; an end token counts.
+        temperature, top_p, top_k: of the law that is sampled: temperature, then top-k, then top-p;
+            0, 1 and 0 are greedy and without filters.
         max_total: limit of prompt and answer together; the target's positions are one too.
         batch_size: rows a pass. Results do not depend on it, beyond rounding.
         out: run folder. Shards already there, of the same run, are kept and not made again.

@@ -45,6 +45,11 @@ def import_traces(
     Args:
         rows: mappings with `prompt_ids`, `response_ids` and `prompt_id`; `turn`, `sample`,
             `dataset` and `finish` as they are known.
+        temperature, top_p, top_k: what the responses were sampled with.
+        out: run folder; without it the run stays in memory.
+
+    Returns:
+        A run of kind `trace` with the table `traces`.
 
     Raises:
         LabError: an empty response, an id outside the vocabulary, more tokens than the target has

@@ -160,6 +160,12 @@ def test_several_datasets_are_never_compared_pooled_alone():
     assert "== dataset gsm8k" in text and "== dataset mbpp" in text
 
 
+def test_a_policy_of_each_side_is_told_which_is_whose(sides):
+    legend = "x/y: policy x of A, policy y of B"
+    assert legend in compare(*sides, policies=["top1:selector"]).text()
+    assert legend not in compare(*sides, policies=["top1"]).text()
+
+
 def test_runs_of_one_drafter_get_names_of_their_own(sides, folders):
     same = Run(info=sides[1].info, frames=sides[1].frames)
     assert compare(sides[1], same).names == ("dflash2 (A)", "dflash2 (B)")

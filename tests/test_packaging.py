@@ -23,6 +23,14 @@ def test_transformers_imports_from_the_repository_root():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+def test_public_names_are_listed_before_their_first_use():
+    code = (
+        "import sys; import dflash2_lab as lab; assert {*lab.__all__} <= {*dir(lab)}; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def test_every_folder_with_modules_is_a_listed_package():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "dflash2_lab").rglob("*.py")}

@@ -119,15 +119,21 @@ def decode(
 
     Args:
         drafter: None decodes autoregressively.
-        max_new_tokens: limit of one response; a stop token counts.
+        max_new_tokens: limit of one response in tokens; a stop token counts.
+        temperature, top_p, top_k: of the target's law, in this order: temperature, then top-k, then
+            top-p; 0, 1 and 0 are greedy and without filters.
         policy: how drafts are chosen (None: the drafter's own: top1, selector or markov).
         engine: "eager" (any target, one row at a time) or "graph" (CUDA, `batch_size` rows).
         out: run folder for the `steps` table; no text and no token id is written.
         num_draft: slots verified a step, at most those that the drafter was trained on (None).
         on_tokens: told the turn and the tokens of every step (instead of a progress bar).
         max_total: limit of prompt and response together; the target's positions are one too.
+        samples: responses to each prompt.
         acceptance: the verifier's rule, "token" or "block" (Sun et al. 2024: accepts more drafts at
             a temperature above 0, with the same law of the tokens).
+
+    Returns:
+        Tokens, texts, the `steps` table and acceptance: see `DecodeResult`.
 
     Raises:
         LabError: bad options, prompts without room for a response, a drafter that does not fit, a

@@ -79,6 +79,8 @@ def verify_greedy(
     Defaults as those of `verify`. No more responses than there are prompts; nothing stops a
     response. Any floating-point type.
 
+    Returns a `GreedyCertificate` with its verdict: equal, tie-level or bug.
+
     Raises:
         LabError: an unknown engine, arms or a policy that do not fit, no prompts, too few tokens,
             a drafter that proposes nothing, and what the engine raises.

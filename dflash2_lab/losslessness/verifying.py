@@ -102,6 +102,9 @@ def verify(
     "release") or of a plan, for each of the configurations `sampling`. The policy is the drafter's
     own.
 
+    Returns a `Certificate`: `.passed`, `.arms` with their gates and p-values, `.smallest_tv`; as
+    text by `losslessness.certificate.page`. docs/losslessness.md explains each gate and test.
+
     `engine` is "eager" (any target, one row at a time) or "graph" (dense Llama, Qwen2 and Qwen3; on
     a GPU captured); by default the second where it decodes this pair. `inject` plants a fault of
     the catalogue in the eager engine (see `injection`), to see it found.
