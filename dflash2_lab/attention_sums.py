@@ -1,4 +1,7 @@
-"""Sums of attention mass by layer, head, slot and context length, kept instead of the weights."""
+"""Sums of attention mass by layer, head, slot and context length, kept instead of the weights.
+
+Sums of several files or machines add up, and shares are formed once, at the end.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,7 @@
-"""What the numbers of a recording depend on, and what puts them in doubt."""
+"""What the numbers of a recording depend on, and what puts them in doubt.
+
+Comparisons and reports print both, so that a number does not travel without them.
+"""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The options of the figures command."""
+"""The options of the figures command.
+
+What the command does with them stands in `figure_commands`.
+"""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""What a run.json says about the machine, the software and the inputs that made the run."""
+"""What a run.json says about the machine, the software and the inputs that made the run.
+
+Hashes are of what was used, the weights in memory and the tokens, not only of file names.
+"""
 
 import hashlib
 import platform

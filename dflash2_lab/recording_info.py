@@ -1,4 +1,7 @@
-"""What the run.json of a recording says."""
+"""What the run.json of a recording says.
+
+It holds all that the numbers depend on, so a resumed or compared run can be checked against it.
+"""
 
 import logging
 from collections.abc import Mapping

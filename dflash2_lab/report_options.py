@@ -1,4 +1,7 @@
-"""The options of the report and compare commands."""
+"""The options of the report and compare commands.
+
+What the commands do with them stands in `report_commands`.
+"""
 
 import argparse
 from collections.abc import Callable, Mapping

@@ -1,4 +1,7 @@
-"""Schemas of the tables of a run (columns, order, Arrow types) and the checks against them."""
+"""Schemas of the tables of a run (columns, order, Arrow types) and the checks against them.
+
+A column that is missing, unknown, null or of another kind is an error when a table is written.
+"""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,7 @@
-"""New context rows of a drafter, normed and rotated, into the caches of all its layers."""
+"""New context rows of a drafter, normed and rotated, into the caches of all its layers.
+
+One launch for all layers and sequences; rows beyond the cache's end are left out.
+"""
 
 import torch
 from jaxtyping import Float, Int

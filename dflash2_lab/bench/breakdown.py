@@ -1,4 +1,7 @@
-"""Which kernels a cycle consists of, from the profiler."""
+"""Which kernels a cycle consists of, from the profiler.
+
+It answers what a cycle waits for; the cycle itself is timed without a profiler.
+"""
 
 from collections.abc import Callable
 from typing import Any

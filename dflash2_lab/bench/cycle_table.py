@@ -1,4 +1,7 @@
-"""The table of `bench cycle`."""
+"""The table of `bench cycle`.
+
+Text only: `cycle` has measured everything that stands in it, and `bench.json` holds it.
+"""
 
 from collections.abc import Mapping
 from typing import Any

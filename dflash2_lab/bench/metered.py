@@ -1,4 +1,7 @@
-"""A graph engine that keeps the time of its prefills and counts its cycles."""
+"""A graph engine that keeps the time of its prefills and counts its cycles.
+
+So tokens a second can be told with and without prefills, from the same pass.
+"""
 
 import time
 from collections.abc import Sequence

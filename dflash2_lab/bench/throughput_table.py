@@ -1,4 +1,7 @@
-"""The table of `bench throughput`."""
+"""The table of `bench throughput`.
+
+Text only: `throughput` has measured everything in it, and `bench.json` holds it.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""Faults of the target's laws and of the random numbers, as replacements of a decoder's hooks."""
+"""Faults of the target's laws and of the random numbers, as replacements of a decoder's hooks.
+
+`faults` joins them with those of the proposer and of the verifier to the catalogue.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Faults of the acceptance test and of the residual draw, and the harmless verifiers."""
+"""Faults of the acceptance test and of the residual draw, and the harmless verifiers.
+
+The harmless ones keep the target's law and are the controls: no test may speak there.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""What a greedy verification measures before it decodes, and the gates of one arm."""
+"""What a greedy verification measures before it decodes, and the gates of one arm.
+
+At T = 0 only rounding may part two right decodes, so its size is measured, not assumed.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Rows of a decode that remember their last pass, and may keep what should be rolled back."""
+"""Rows of a decode that remember their last pass, and may keep what should be rolled back.
+
+`injection` plants the faults that need the one or the other.
+"""
 
 from collections.abc import Sequence
 

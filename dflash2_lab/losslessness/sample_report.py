@@ -1,4 +1,7 @@
-"""Audits, comparisons and the mutation score laid out for people, with what they show or not."""
+"""Audits, comparisons and the mutation score laid out for people, with what they show or not.
+
+Text only; the numbers come from `samples`, `two_sample`, `enumeration` and `mutation`.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence

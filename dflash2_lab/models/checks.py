@@ -1,4 +1,8 @@
-"""Which values of a drafter's configuration cannot be right, alone or beside each other."""
+"""Which values of a drafter's configuration cannot be right, alone or beside each other.
+
+Each finding is one line of text; loading refuses a checkpoint that has one, and `inspect` lists
+all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a drafter checkpoint holds and everything that is wrong with it, without building it."""
+"""What a drafter checkpoint holds and everything that is wrong with it, without building it.
+
+So it works on a checkpoint that does not load, and tells every fault of it at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tokens until the battery finds each fault of the catalogue, and which test finds it."""
+"""Tokens until the battery finds each fault of the catalogue, and which test finds it.
+
+From the table of `stats_results.detections`, one row a fault.
+"""
 
 import html
 import math

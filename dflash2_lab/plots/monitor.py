@@ -1,4 +1,7 @@
-"""The anytime monitor's evidence against the tokens seen, up to its stopping level."""
+"""The anytime monitor's evidence against the tokens seen, up to its stopping level.
+
+From the tables of `stats_results.monitor_quantiles`: quantiles over runs of one decoder.
+"""
 
 import math
 from collections.abc import Mapping

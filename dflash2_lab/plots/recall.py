@@ -1,4 +1,7 @@
-"""Recall of the unary candidates by slot, marginal and conditional, all and visited anchors."""
+"""Recall of the unary candidates by slot, marginal and conditional, all and visited anchors.
+
+From the table of `stats.recall_by_slot`, with intervals over prompts.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

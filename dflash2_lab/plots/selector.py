@@ -1,4 +1,7 @@
-"""Where the selector beats the drafter's first choice, where it loses, and what is left to win."""
+"""Where the selector beats the drafter's first choice, where it loses, and what is left to win.
+
+From the table of `stats.selector_recovery`, slot by slot.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Attention inside the block against recall, slot by slot, in short and long contexts."""
+"""Attention inside the block against recall, slot by slot, in short and long contexts.
+
+From the table of `stats.share_against_recall`, a panel for each bin of context length.
+"""
 
 import math
 from collections.abc import Mapping
