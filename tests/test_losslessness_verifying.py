@@ -79,6 +79,18 @@ def test_a_cache_with_another_token_in_it_is_seen(pair, side):
     assert plain_pass(found).state_error > 1e-2
 
 
+@pytest.mark.parametrize("side", ["target", "drafter"])
+def test_a_cache_with_an_entry_that_is_no_number_is_seen(pair, side):
+    engine = Witness(*pair, "selector", "realistic")
+    asked = requests_of(pair[0], PROMPTS, [9], HOT, 0, "realistic", "selector")[0]
+    found = engine.testify(asked)
+    row, drafts = found.rows
+    kept = row.cache.layers[2].values if side == "target" else drafts.keys[1][0]
+    with torch.inference_mode():
+        kept[..., -1, 0] = float("nan")
+    assert np.isnan(plain_pass(found).state_error)
+
+
 def _keep_another(row, drafts, side):
     kept = row.cache.layers[1].keys if side == "target" else drafts.keys[0][0]
     kept[..., -1, :] = kept[..., -2, :].clone()

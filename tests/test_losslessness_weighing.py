@@ -52,8 +52,9 @@ def test_tests_of_a_block_are_read_from_its_last_slot():
 def test_tests_of_tokens_are_read_up_to_the_first_refusal():
     log = logged(torch.zeros(2, 3), [1, 3], block=False)
     ratio = torch.tensor([0.5, 2.0, 0.3, 1.5, 0.25, 0.75]).double()
-    reached, passed, chance = _token_tests(log, ratio)
+    reached, passed, chance = _token_tests(log, ratio, 4)
     assert reached.tolist() == [True, True, False, True, True, True]
+    assert _token_tests(log, ratio, 3)[0].tolist() == [True, True, False, True, True, False]
     assert passed.tolist() == [True, False, False, True, True, True]
     assert chance.tolist() == [0.5, 1.0, 0.0, 1.0, 0.25, 0.75]
 

@@ -5,6 +5,7 @@
   that one could draw would show).
 - Every step accepts the drafts, and ends with the token, that the rule gives with the verifier's
   own p, the reported q and the numbers that were used.
+- The response is the tokens that its steps gave, and its first token what the independent p gives.
 - No random number is used twice, in whatever role.
 - The rule with the verifier's own p and q gives that p, and that p is the independent one up to the
   target's rounding.
@@ -30,6 +31,8 @@ GATES = {
     "q sums": (1e-6, "largest distance of a reported q's sum from 1"),
     "decisions": (0, "steps that accept other drafts than the rule"),
     "finals": (0, "steps that end with another token than the rule's"),
+    "response": (0, "tokens of the response that no step gave"),
+    "first token": (1e-3, "distance of its number from what independent p gives"),
     "random numbers": (0, "random numbers used more than once"),
     "rule": (1e-6, "TV of the rule's law, verifier's p and q"),
     "target": (1e-3, "TV of the verifier's p, independent p"),  # float32: 1e-5 measured
@@ -43,6 +46,7 @@ class Audit:
     def __init__(self) -> None:
         self.found = dict.fromkeys(GATES, 0.0)
         self.used = Counter()
+        self.has_rule = False
 
     def see(self, found: Testimony, log: StepLog, evidence: Evidence) -> None:
         """Look at one response, while its laws are there."""
@@ -51,8 +55,11 @@ class Audit:
         self.found["draws"] += wrong_draws(log.drafts, log.uniform)
         self.found["decisions"] += int(((log.num < low) | (log.num > high)).sum())
         self.found["finals"] += int(wrong_finals(log).sum())
+        self.found["response"] += foreign_tokens(found, log)
         self._largest("q sums", law_error(log.drafts))
+        self._largest("first token", evidence.first)
         self._largest("rule", *evidence.implied)
+        self.has_rule |= len(evidence.implied) > 0
         self._largest("target", *evidence.moved)
         self._largest("state", evidence.state)
 
@@ -60,11 +67,13 @@ class Audit:
         self.found[name] = float(np.max([self.found[name], *values]))  # a NaN stays
 
     def checks(self) -> list[Check]:
-        """All gates, over what was seen."""
+        """All gates, over what was seen; "rule" only where it looked at something."""
         twice = sum(count - 1 for count in self.used.values())
         found = self.found | {"random numbers": twice}
         return [
-            Check(name, found[name], limit, meaning) for name, (limit, meaning) in GATES.items()
+            Check(name, found[name], limit, meaning)
+            for name, (limit, meaning) in GATES.items()
+            if name != "rule" or self.has_rule
         ]
 
 
@@ -72,24 +81,25 @@ def wrong_draws(proposal: Proposal, uniform: Float[Tensor, " T"]) -> int:
     """Drafted tokens that the reported law does not give with the numbers that drove them."""
     if proposal.law is None:
         return 0  # one-hot on what was drawn, however it was drawn
-    law, choice = proposal.law, proposal.tokens
-    if proposal.ids is not None:
-        is_it = proposal.ids == choice[:, None]
-        law, choice = law * is_it.any(-1, keepdim=True), is_it.int().argmax(-1)
-    parts = zip(*(x.split(ROWS) for x in (law, choice, uniform[: len(choice)])), strict=True)
-    return sum(int((~_given(*part)).sum()) for part in parts)
+    law, drafted, wrong = proposal.law, proposal.tokens[:, None], 0
+    ids = drafted if proposal.ids is None else proposal.ids  # where an id may stand twice
+    places = drafted if proposal.ids is None else torch.arange(ids.shape[-1], device=ids.device)
+    columns = law, places.expand_as(ids), ids == drafted, uniform[: len(law)]
+    for own, place, is_it, number in zip(*(x.split(ROWS) for x in columns), strict=True):
+        wrong += int((~(_given(own, place, number) & is_it).any(-1)).sum())
+    return wrong
 
 
 def _given(
-    law: Float[Tensor, "n N"], choice: Int[Tensor, " n"], uniform: Float[Tensor, " n"]
-) -> Bool[Tensor, " n"]:
-    """Whether the inverse cdf gives each choice for its number, up to rounding."""
+    law: Float[Tensor, "n N"], choice: Int[Tensor, "n k"], uniform: Float[Tensor, " n"]
+) -> Bool[Tensor, "n k"]:
+    """Whether the inverse cdf gives each choice for its row's number, up to rounding."""
     cdf = law.double().cumsum(-1)
     cdf = cdf / cdf[:, -1:]
-    upper = cdf.gather(-1, choice[:, None])[:, 0]
-    mass = law.gather(-1, choice[:, None])[:, 0].double()
-    lower = torch.where(choice > 0, cdf.gather(-1, (choice - 1).clamp_min(0)[:, None])[:, 0], 0.0)
-    return (mass > 0) & (lower - _EDGE <= uniform) & (uniform < upper + _EDGE)
+    upper, number = cdf.gather(-1, choice), uniform[:, None]
+    lower = torch.where(choice > 0, cdf.gather(-1, (choice - 1).clamp_min(0)), 0.0)
+    has_mass = law.gather(-1, choice) > 0
+    return has_mass & (lower - _EDGE <= number) & (number < upper + _EDGE)
 
 
 def law_error(proposal: Proposal) -> float:
@@ -110,6 +120,28 @@ def allowed_counts(log: StepLog) -> tuple[Int[Tensor, " S"], Int[Tensor, " S"]]:
     chances = mass / log.drafts.mass()
     low, high = (_leading(log, log.tests < chances + shift) for shift in (-_EDGE, _EDGE))
     return low, high
+
+
+def foreign_tokens(found: Testimony, log: StepLog) -> int:
+    """Tokens of a response that are not those its steps gave, or that are missing. The first one is
+    no step's."""
+    asked, response = found.request, torch.tensor(found.response)
+    ended = found.response[-1] in asked.stop_ids
+    size = len(response) if ended else asked.max_new_tokens
+    given = torch.full((max(size, len(response)),), -1)
+    for places, tokens in (
+        (log.anchor[log.step] + 1 + log.slot, log.drafts.tokens.where(_taken(log), -1)),
+        (log.anchor + 1 + log.num, log.token.where(log.kept > log.num, -1)),
+    ):
+        inside = (tokens >= 0) & (places < size)
+        given[places[inside].cpu()] = tokens[inside].cpu()
+    given[0] = response[0]
+    return len(given) - int((given[: len(response)] == response).sum())
+
+
+def _taken(log: StepLog) -> Bool[Tensor, " M"]:
+    """Which drafts were accepted."""
+    return log.slot < log.num[log.step]
 
 
 def _last(log: StepLog, passed: Bool[Tensor, " M"]) -> Int[Tensor, " S"]:
@@ -141,5 +173,5 @@ def wrong_finals(log: StepLog) -> Bool[Tensor, " S"]:
         at = steps[refused]
         q = log.drafts.dense(log.draft_at(at, num[refused]), law.shape[-1])
         law[refused] = residual(weights[at, None] * law[refused], q)
-        wrong[steps] = ~_given(law, log.token[steps], log.final[steps])
+        wrong[steps] = ~_given(law, log.token[steps, None], log.final[steps])[:, 0]
     return wrong

@@ -3,6 +3,7 @@ committed tokens alone."""
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,8 +33,8 @@ def plain_pass(found: Testimony) -> Plain:
     pairs = [*zip(_tensors(row), _tensors(fresh), strict=True)]
     for kept, new in zip(drafts.keys, again.keys, strict=True):
         pairs += zip(kept, new, strict=True)
-    error = max(_relative(kept, new) for kept, new in pairs)
-    return Plain(logits[:-1].double(), error)
+    error = np.max([_relative(kept, new) for kept, new in pairs])  # a NaN stays
+    return Plain(logits[:-1].double(), float(error))
 
 
 def _tensors(row: TargetRow) -> list[Tensor]:

@@ -18,6 +18,7 @@ from dflash2_lab.losslessness.plain import plain_pass
 from dflash2_lab.losslessness.scoring import residual_pit, score
 from dflash2_lab.losslessness.step_log import ROWS, StepLog, final_weights
 from dflash2_lab.losslessness.witness import Testimony
+from dflash2_lab.sampling import uniforms
 from dflash2_lab.target import Target
 
 _BAND = 1e-4  # rounding of a difference of float32 logits; measured: 6e-5
@@ -41,6 +42,7 @@ class Evidence(NamedTuple):
         implied: total variation between the law that the rule "token" gives with the verifier's own
             p and q, and that p; empty for the rule "block", whose slots are not judged alone.
         moved: total variation between the verifier's p and the independent one.
+        first: distance of the first token's number from the numbers that give it, by that p.
         num_edge: tokens at the edge of a filter.
         state: see `Plain.state_error`.
     """
@@ -49,6 +51,7 @@ class Evidence(NamedTuple):
     drafted: Drafted
     implied: Float[np.ndarray, " m"]
     moved: Float[np.ndarray, " m"]
+    first: float
     num_edge: int
     state: float
 
@@ -84,7 +87,15 @@ def weigh(engine: Engine, found: Testimony, log: StepLog, stream: int) -> Eviden
         score(tokens, p, q), np.full(num, stream), np.arange(num), slot.cpu().numpy()
     )  # fmt: skip
     numbers = _numbers(implied), _numbers(moved)
-    return Evidence(emitted, _drafted(log, tokens, p, q), *numbers, num_edge, state)
+    first = _first_distance(found, p[0])
+    return Evidence(emitted, _drafted(log, tokens, p, q), *numbers, first, num_edge, state)
+
+
+def _first_distance(found: Testimony, p: Float[Tensor, " V"]) -> float:
+    token, key = found.response[0], torch.tensor(found.request.keys["prefill"])
+    uniform = float(uniforms(key, torch.zeros_like(key)))
+    upper = float(p[: token + 1].sum())
+    return float(np.max([0.0, uniform - upper, upper - float(p[token]) - uniform]))
 
 
 def _rule_error(
@@ -110,12 +121,13 @@ def _drafted(
     """The verifier's log, of either rule."""
     heat, variance, third, below, mass = _draws(log.drafts)
     ratio = _ratios(log, tokens, p)
-    tests = _token_tests(log, ratio) if log.chances is None else _block_tests(log)
+    by_block = log.chances is not None
+    tests = _block_tests(log) if by_block else _token_tests(log, ratio, len(tokens))
     last = log.anchor + 1 + log.num
     # The others were cut off by the length limit, or end with their drafts.
     ended = (last < len(tokens)) & (log.kept > log.num)
     bonus, refused = last[ended & (log.num == log.slots)], ended & (log.num < log.slots)
-    weight = torch.ones_like(log.final) if log.chances is None else final_weights(log, ratio)
+    weight = final_weights(log, ratio) if by_block else torch.ones_like(log.final)
     at = last[refused]
     pit = residual_pit(tokens[at], p[at], q[at], weight[refused])
     plain = score(tokens[bonus], p[bonus]) if len(bonus) else None
@@ -159,11 +171,12 @@ def _ratios(
 Tests = tuple[Tensor, Tensor, Tensor]
 
 
-def _token_tests(log: StepLog, ratio: Float[Tensor, " M"]) -> Tests:
+def _token_tests(log: StepLog, ratio: Float[Tensor, " M"], length: int) -> Tests:
     """Which slots were looked at, which passed, and with what probability: from the first slot to
-    the first refused one."""
+    the first refused one, and in a response of `length` tokens none behind the token that stopped
+    it, where p is not known."""
     num = log.num[log.step]
-    reached = log.slot <= num
+    reached = (log.slot <= num) & (log.anchor[log.step] + 1 + log.slot < length)
     return reached, log.slot < num, torch.where(reached, ratio.clamp_max(1.0), 0.0)
 
 
