@@ -31,9 +31,9 @@ GATES = (
     "stops at the first that is above. docs/losslessness.md says what each looks at."
 )
 CAMPAIGN = (
-    "Shown: which of the catalogue's faults, planted one at a time in this engine, the gates and "
-    "tests condemn within so few tokens, and that harmless decoders pass. Not shown: that they "
-    "would find a fault that is not in the catalogue, or with other models or settings."
+    "Shown: which of the catalogue's faults, planted one at a time in the reference engine, the "
+    "gates and tests condemn within so few tokens, and that harmless decoders pass. Not shown: "
+    "that they would find a fault that is not in the catalogue, or with other models or settings."
 )
 
 
@@ -69,7 +69,7 @@ def _sampled(found: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
     split = {"alpha of the whole run": short(budget.alpha)}
     for tier, family in TIERS.items():
         split[f"level of {family}"] = short(budget.level(tier))
-    split["smallest total variation that could have been seen"] = short(found["smallest_tv"])
+    split["smallest shift that a test of one known cell sees"] = short(found["smallest_tv"])
     looks = Table(["test", "looks at"], [*map(list, (LOOKS | STAGES).items())], keys=2)
     return "Losslessness certificate", words, [
         *tables, section("Levels", paragraph(GATES), facts(split), looks.to_html())

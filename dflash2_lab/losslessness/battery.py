@@ -165,11 +165,11 @@ def pit_tests(emitted: Emitted, noise: np.random.Generator) -> dict[str, float]:
 
 
 def component_tests(drafted: Drafted, noise: np.random.Generator) -> dict[str, float]:
-    """The p-values of the stages, by name: which one is at fault. For token-level acceptance only.
+    """The p-values of the stages, by name: which one is at fault.
 
-    `draft_heat`, `draft_ad`: drafts are drawn from the reported q; `accept_flags`: with probability
-    min(1, p/q); `residual_ad`, `bonus_ad`: the token that ends the block. 1 where there is too
-    little to go by (no refusal, one-hot q, ...).
+    `draft_heat`, `draft_ad`: drafts are drawn from the reported q; `accept_flags`: tests pass with
+    their probability; `residual_ad`, `bonus_ad`: the token that ends the block. 1 where there is
+    too little to go by (no refusal, one-hot q, ...).
     """
     reached = drafted.reached
     chance = drafted.accept_probability[reached]

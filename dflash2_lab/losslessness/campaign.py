@@ -162,6 +162,7 @@ def campaign(
         "target": target.name,
         "drafter": drafter.name,
         "policy": policy,
+        "engine": "eager",
         "sampling": sampling.label,
         "arms": ", ".join(plan.arms),
         "tokens": sum(sizes) * len(plan.arms),

@@ -143,8 +143,9 @@ def page(certificate: Certificate) -> str:
 def _versions(environment: Mapping[str, Any]) -> str:
     packages = {"python": environment["python"], **environment["packages"]}
     known = [f"{name} {version}" for name, version in packages.items() if version is not None]
-    commit = environment["git"] or "none"
-    return f"{', '.join(known)}; commit {commit[:12]}; {environment['device']}"
+    commit, _, dirty = (environment["git"] or "none").partition("-")
+    changed = " with uncommitted changes" if dirty else ""
+    return f"{', '.join(known)}; commit {commit[:12]}{changed}; {environment['device']}"
 
 
 def mutation_words(score: Mapping[str, Any]) -> str:
@@ -196,10 +197,10 @@ def meaning(found: Mapping[str, Any]) -> str:
         )
     return (
         "Shown: all gates hold on every step of this run, and no test of the emitted tokens or of "
-        "the stages rejects the target's law. A shift into one known cell of "
-        f"{found['smallest_tv']:.3f} a token would have been seen with probability 0.99. Not "
-        "shown: that there are no smaller or rarer shifts, nor anything about other prompts, "
-        "settings or machines."
+        "the stages rejects the target's law. A test of one known cell would have seen a shift of "
+        f"{found['smallest_tv']:.3f} a token with probability 0.99. Not shown: that there are no "
+        "smaller or rarer shifts, nor anything about other prompts, settings or machines, or about "
+        "stop tokens, which end no response here."
     )
 
 
