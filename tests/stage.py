@@ -54,11 +54,12 @@ MADE_BY = (
     "record --drafter zoo:dflash2 --prompts default --out runs/decay",
     "record --drafter zoo:dflash2 --prompts prompts.jsonl --out runs/attention",
     "bench cycle --shapes qwen3-4b",
+    "verify --drafter zoo:dflash2 --out runs/certificate",
 )
 # What stands for a folder of the reader's own.
 OWN = {
     "TRACES": "runs/text", "RUN_A": "runs/qwen3-4b", "RUN_B": "runs/another",
-    "RECORD_RUN": "runs/dflash2",
+    "RECORD_RUN": "runs/dflash2", "RUN": "runs/dflash2",
 }  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def build(folder: Path) -> None:
     for name, made in OWN.items():
         (folder / name).symlink_to(made)
     shutil.copytree(ROOT / "figures", folder / "figures")
+    shutil.copy(ROOT / "dflash2_lab" / "zoo" / "dflash2" / "evaluation.json", folder)
     writer = target.load_target("Qwen/Qwen3-4B")
     for name, law, num, seed in (
         ("vllm", Sampling(0.8, 0.95), 8, 0),
