@@ -132,6 +132,11 @@ def test_a_full_disk_below_standard_output_is_one_line(models, monkeypatch, capf
     assert "No space left on device" in last
 
 
+def hears_ctrl_c():
+    """In the child: what runs in the background of a shell is told to ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trace", "record", "decode", "verify"])
 def test_ctrl_c_is_one_line_that_says_whether_it_can_go_on(name, models, tmp_path):
@@ -139,23 +144,24 @@ def test_ctrl_c_is_one_line_that_says_whether_it_can_go_on(name, models, tmp_pat
     words = [name, *target, "--out", str(tmp_path / "run")]
     words += [] if name == "trace" else drafter
     words += [] if name == "verify" else ["--max-new-tokens", "7000"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "dflash2_lab", *words],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"TQDM_DISABLE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        preexec_fn=hears_ctrl_c,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     again = "; run the same command again to go on" if name in ("trace", "record") else ""
     assert process.returncode == 130
     assert b"Traceback" not in err
