@@ -17,7 +17,7 @@ from dflash2_lab.html_page import (
 )
 from dflash2_lab.losslessness import sample_report
 from dflash2_lab.losslessness.battery import holm_levels
-from dflash2_lab.results import read_results
+from dflash2_lab.results import FAILED, read_results
 from dflash2_lab.tables import Run
 
 NOT_PASSED = "this check did NOT pass"
@@ -27,7 +27,6 @@ PRINTED = {
     "verify-mutants": "Losslessness: the battery's score",
     "verify-replay": "Decode against replay",
 }
-FAILED = ("bug", "differ", "faulty")  # verdicts
 
 
 def samples_page(run: Run) -> str:

@@ -16,6 +16,7 @@ import pandas as pd
 from dflash2_lab.errors import LabError
 from dflash2_lab.tables import read_run_info
 
+FAILED = ("bug", "differ", "faulty")  # verdicts of a check that failed
 MONITOR_KIND, MONITOR_TABLE = "monitor-paths", "monitor_paths.parquet"
 
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash2_lab.agreement.accepted_counts import ALPHA, POWER
-from dflash2_lab.agreement.verify_replay import FAILED
 from dflash2_lab.agreement.verify_replay import verify_replay as verify
 from dflash2_lab.commands import Result, device_of, target_of, template_options
 from dflash2_lab.models.io import load_drafter
 from dflash2_lab.prompts import load_prompts
 from dflash2_lab.report import text_table
+from dflash2_lab.results import FAILED
 from dflash2_lab.sampling import Sampling
 
 MAX_LISTED = 10  # differences in the text; verify.json has them all

@@ -24,12 +24,12 @@ from dflash2_lab.losslessness.sample_rows import resolve
 from dflash2_lab.losslessness.samples import audit_samples
 from dflash2_lab.losslessness.two_sample import compare_outputs
 from dflash2_lab.provenance import environment
+from dflash2_lab.results import FAILED
 from dflash2_lab.sampling import Sampling
 from dflash2_lab.tables import file_hash, open_folder, write_atomic, write_run_info
 from dflash2_lab.verify_decode_commands import verify_decode
 
 VERIFY_FILE = "verify.json"
-FAILED = ("bug", "differ", "faulty")  # verdicts of a check that failed
 
 
 def verify(arguments: argparse.Namespace) -> Result:

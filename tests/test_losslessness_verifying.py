@@ -31,15 +31,31 @@ def run(pair, arm, *, sampling=HOT, tokens=100, **options):
     return verify(*pair, PROMPTS, sampling=sampling, plan=plan, **options)
 
 
+@pytest.mark.parametrize("engine", ["eager", "graph"])
 @pytest.mark.parametrize("acceptance", ["token", "block"])
 @pytest.mark.parametrize("arm", ["realistic", "opposite", "near-perfect"])
-def test_a_right_decode_passes(pair, arm, acceptance):
-    found = run(pair, arm, sampling=Sampling(0.8, 0.95, 50), acceptance=acceptance)
+def test_a_right_decode_passes(pair, arm, acceptance, engine):
+    law = Sampling(0.8, 0.95, 50)
+    found = run(pair, arm, sampling=law, acceptance=acceptance, engine=engine)
     assert found.passed
     result = found.arms[0]
     assert result.tokens == 100
     assert {"opposite": 1, "realistic": 1, "near-perfect": 2}[arm] <= result.acceptance_length
     assert 0 < min(result.component.values()) <= 1
+
+
+def test_the_graph_engine_decodes_by_default_where_it_can_and_no_fault_is_planted(pair):
+    def engine(target, **options):
+        found = run((target, pair[1]), "realistic", **options)
+        return found.configuration["engine"]
+
+    assert engine(pair[0]) == "graph"
+    assert engine(pair[0], inject="correct") == "eager"
+    assert engine(tiny_target(attention_bias=True)) == "graph"
+    wide = tiny_target()
+    wide.model.double()
+    assert engine(wide) == "eager"
+    assert engine(tiny_target("mistral", sliding_window=6)) == "eager"
 
 
 # Which of the checks is the one that must speak; a gate does not need many tokens.

@@ -47,7 +47,6 @@ from dflash2_lab.target import Target
 from dflash2_lab.tracing import run_info, trace
 
 VERIFY_FILE = "verify.json"
-FAILED = ("bug", "differ")  # verdicts of a check that failed
 
 
 def verify_replay(

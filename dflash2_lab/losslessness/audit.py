@@ -116,10 +116,14 @@ def allowed_counts(log: StepLog) -> tuple[Int[Tensor, " S"], Int[Tensor, " S"]]:
     if log.chances is not None:
         low, high = (_last(log, log.tests < log.chances + shift) for shift in (-_EDGE, _EDGE))
         return low, high
-    mass = log.laws[log.law_at(log.step, log.slot), log.drafts.tokens].double()
-    chances = mass / log.drafts.mass()
+    chances = _ratios(log)
     low, high = (_leading(log, log.tests < chances + shift) for shift in (-_EDGE, _EDGE))
     return low, high
+
+
+def _ratios(log: StepLog) -> Float[Tensor, " M"]:
+    """The verifier's own p(x) / q(x) of the drafts that it has laws of."""
+    return log.laws[log.law_at(log.step, log.slot), log.drafts.tokens].double() / log.drafts.mass()
 
 
 def foreign_tokens(found: Testimony, log: StepLog) -> int:
@@ -164,8 +168,7 @@ def wrong_finals(log: StepLog) -> Bool[Tensor, " S"]:
     wrong = torch.zeros_like(log.num, dtype=torch.bool)
     weights = torch.ones_like(log.num, dtype=torch.float64)
     if log.chances is not None:
-        own = log.laws[log.law_at(log.step, log.slot), log.drafts.tokens].double()
-        weights = final_weights(log, own / log.drafts.mass())
+        weights = final_weights(log, _ratios(log))
     for steps in (log.kept > log.num).nonzero()[:, 0].split(ROWS):
         num = log.num[steps]
         law = log.laws[log.law_at(steps, num)].double()
