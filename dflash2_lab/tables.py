@@ -25,7 +25,7 @@ from dflash2_lab.errors import LabError
 from dflash2_lab.schema import SCHEMA_VERSION, conform, conform_frame, schema_of, to_arrow
 
 RUN_INFO_FILE = "run.json"
-CHECKPOINT_FILE = "checkpoint.pt"  # of a training, whose folder has no run.json
+CHECKPOINT_FILE = "checkpoint.pt"  # of a training, which writes run.json when it ends
 
 logger = logging.getLogger(__name__)
 

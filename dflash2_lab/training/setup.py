@@ -56,9 +56,7 @@ def new_drafter(
     config = DrafterConfig(
         kind=kind,
         hidden_size=target.hidden_size,
-        intermediate_size=body.intermediate_size
-        if intermediate_size is None
-        else intermediate_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=body.num_key_value_heads,
